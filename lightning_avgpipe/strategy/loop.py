@@ -71,14 +71,12 @@ class PipelineLoop:
         splitter: splits batches.
         verifier: compares the first iterations with plain ones; None if there is no verification.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
-        plan: plan of the stages that training uses; None before the first batch.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
     """
 
     verifier: Verifier | None = None
     zero_grad: Callable[[], None] | None = None
-    plan: Plan | None = None
 
     def __init__(
         self,
@@ -217,7 +215,7 @@ class PipelineLoop:
 
         Every process calls it before each iteration.
         """
-        if self.plan is None and self.deployment.plan is not None:  # a provisional one
+        if self.deployment.plan is not None and not self.deployment.is_final:
             self.deployment.share()
             self.hand_over()
 
@@ -328,10 +326,9 @@ class PipelineLoop:
         if made or self.cluster.stage_map.num_stages != stages:
             self.schedule_control.begin_again()
         if made:  # the plan stays
-            self.plan = self.deployment.plan
-            assert self.plan is not None
+            assert self.deployment.plan is not None
             shards, brief = self.configuration.options.shard is not None, not self.context.fitting
-            announce(self.plan, self.cluster, shards, self.splitter, brief)
+            announce(self.deployment.plan, self.cluster, shards, self.splitter, brief)
         if self._preparation.check(iteration):
             return True
         if iteration.step not in self.deployment.undivided:

@@ -94,7 +94,7 @@ class PipelineRun:
     @property
     def plan(self) -> Plan | None:
         """The plan of the stages that training uses; None before the first batch."""
-        return self.loop.plan if self.is_set_up else None
+        return self.deployment.plan if self.is_set_up and self.deployment.is_final else None
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 

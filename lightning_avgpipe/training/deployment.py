@@ -60,6 +60,7 @@ class Deployment:
         weights: as given.
         pipeline: pipeline of the prepared step functions; with parallel models, pipeline 0, which also evaluates.
         plan: current plan; None before the first step.
+        is_final: whether the plan is the one that training uses; one of a sanity check is provisional.
         parallel: pipelines of the models that train.
         undivided: steps of evaluation that the stages of the plan cannot run -> why. Rank 0 runs them whole.
         replans: whether a new plan is to be made with the next step of training that begins with cleared gradients.
@@ -91,7 +92,7 @@ class Deployment:
         shared = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, shared)
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers)
-        self._final = False
+        self.is_final = False
         self.replans = False
         self._given = self._planned = cluster.stage_map  # before any plan, and of the current plan
         self._placement = cluster.stage_map.placement  # of several stages on each process, for the next plan
@@ -118,9 +119,9 @@ class Deployment:
             if self._divide(examples, True, schedule, num_pipelines):
                 return True
             self._cluster.rearrange(self._planned)
-        if examples.name in self.undivided or (examples.name in self.pipeline.steps and (self._final or not decides)):
+        if examples.name in self.undivided or (examples.name in self.pipeline.steps and (self.is_final or not decides)):
             return False
-        if self.plan is None or (decides and not self._final):
+        if self.plan is None or (decides and not self.is_final):
             return self._divide(examples, decides, schedule, num_pipelines) and decides
         graph = self._maker.graph_like(examples, self.plan)
         if isinstance(graph, str):
@@ -174,7 +175,7 @@ class Deployment:
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and carry it out; return whether there is one."""
         if final:
-            plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
+            plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self.is_final)
         else:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if isinstance(plan, Plan) and not examples.trains:
@@ -188,17 +189,17 @@ class Deployment:
             traffic = traffic_lines(plan, self._module, self._cluster, self._averaging)
             plan = replace(plan, remarks=(*plan.remarks, *traffic))
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
-        if self._final and self.plan is not None and self.parallel.has_trained:
+        if self.is_final and self.plan is not None and self.parallel.has_trained:
             models = 1 if self.parallel.ensemble is None else self.parallel.ensemble.models.size
             check_movable(self.plan, plan, self._planned, placed, models)
         self._planned = placed
         self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
-        begins_alike = not self._final
+        begins_alike = not self.is_final
         self.pipeline.steps.clear()
         self.undivided.clear()
-        self.plan, self._final, self.replans = plan, final, False
+        self.plan, self.is_final, self.replans = plan, final, False
         self.parallel.only_first()
         self._place()
         if begins_alike:
@@ -246,7 +247,7 @@ class Deployment:
         Returns:
             The rank of the owner of each parameter and buffer that a stage owns, by full name.
         """
-        self.plan, self._final = plan, True
+        self.plan, self.is_final = plan, True
         self._place()
         answers = self.holdings.answers
         return {name: answers[name] for name in plan.stages_of if name in answers}
@@ -254,7 +255,7 @@ class Deployment:
     def _place(self) -> None:
         assert self.plan is not None
         self.holdings.place(
-            self.plan, self._final, [] if self.parallel.ensemble is None else self.parallel.ensemble.belongings
+            self.plan, self.is_final, [] if self.parallel.ensemble is None else self.parallel.ensemble.belongings
         )
 
     @contextlib.contextmanager
