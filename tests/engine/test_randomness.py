@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe.errors import ConfigurationError, OnlyInUnitsError
 from tests.commands import run
 from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
-from tests.models import MLP, Regression
+from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
 M = 4
@@ -408,3 +408,23 @@ def test_what_a_module_with_two_names_draws_does_not_depend_on_hashes_of_names(t
     printed = [run(tmp_path, "-c", script, PYTHONHASHSEED=str(seed)) for seed in range(3)]
     losses = {line for text in printed for line in text.splitlines() if line.startswith("loss ")}
     assert len(losses) == 1 and losses != {"loss 0.0"}  # both calls draw numbers of their own
+
+
+class DrawsInValidation(MLP):
+    """As a model of noise, whose loss on the same data is another one each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        noise = torch.randn(())
+        self.drawn.append(float(noise))
+        self.log("loss", self.loss(batch) + noise)
+
+
+def test_each_validation_draws_numbers_of_its_own() -> None:
+    module = DrawsInValidation()
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    pipeline(1, strategy={"num_microbatches": 2}, **options).fit(module, loader(MLP, 8, 4), loader(MLP, 8, 4))
+    assert len(set(module.drawn)) == len(module.drawn) == 3 * 2 * 2

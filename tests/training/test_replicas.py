@@ -202,6 +202,11 @@ def test_gradients_that_nobody_clears_are_summed_once(in_two: list[Any]) -> None
         assert found_norms == pytest.approx(norms, rel=1e-5)
 
 
+def test_parallel_models_refuse_a_module_that_accumulates_by_hand() -> None:
+    with pytest.raises(ConfigurationError, match=r"optimizer_zero_grad keeps the gradient of 'layers\.2\.weight'"):
+        pipeline(2, 1, {"num_pipelines": 2}, max_epochs=1).fit(Keeps(), loader(MLP, 32, 4))
+
+
 def elastic(replica: int | None, folder: Path, devices: int = REPLICAS, **trainer: Any) -> Any:
     """Two parallel models of tied layers, dropout; the second epoch is resumed."""
     torch.manual_seed(5)
