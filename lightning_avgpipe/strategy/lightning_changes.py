@@ -158,6 +158,26 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
     )
 
 
+def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Return a context in which example inputs go to where the weights are, and not to the device before these do.
+
+    Lightning's summary of a model calls it with ``example_input_array`` before the first batch.
+
+    Args:
+        module: module whose weights are on the host, or without contents, before there is a plan.
+        has_plan: tells whether there is one, so that weights are on the device.
+    """
+    move = module._apply_batch_transfer_handler
+
+    @functools.wraps(move)
+    def beside(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if device is None and not has_plan() and (parameter := next(module.parameters(), None)) is not None:
+            device = parameter.device
+        return move(batch, device, dataloader_idx)
+
+    return replaced(module, "_apply_batch_transfer_handler", beside)
+
+
 def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Return a context within which evaluation runs without gradients, but not in inference mode.
 

@@ -160,6 +160,7 @@ class PipelineRun:
             enter(all_replaced(self.without_numbers.replacements()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
+        enter(changes.examples_beside_weights(self.context.module, lambda: deployment.plan is not None))
         if fitting:
             optimization = PipelineOptimization(self.loop, self.without_numbers)
             enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))

@@ -70,6 +70,18 @@ def compared(*args: Any) -> tuple[list[str], list[str]]:
     )
 
 
+class HasExample(MLP):
+    """Lightning's summary calls it before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device == self.layers[0].weight.device  # the simulated device would copy
+        return super().forward(x)
+
+
 class AsksWeights(MLP):
     """Puts a table where a layer's weight is, and multiplies by that weight itself, outside of the layer."""
 
@@ -182,6 +194,7 @@ CLIPS, MEASURED = {"gradient_clip_val": 0.1}, {"costs": "measured", "costs_cache
         (MLP, {"schedule": "zb_h1"}, {}),
         (AsksWeights, {}, {}),
         (AsksWeights, MEASURED, {}),
+        (HasExample, {}, {"enable_model_summary": True}),
         (Asking, {}, {}),
     ],
     ids=str,
