@@ -49,12 +49,13 @@ class Overlap:
         instead: option with which they do not, for messages.
         coming: iterations that were read ahead, in order.
         checked: whether the captured step has been found to allow overlaps.
+        awaits_step: whether the optimizers are to step before the next batch.
     """
 
     def __init__(self, loop: PipelineLoop) -> None:
         self.option, self.instead = loop.configuration.options.overlap
         self.coming: deque[Iteration] = deque()
-        self.checked = False
+        self.checked = self.awaits_step = False
         self._loop = loop
         self._trainer, self._module = loop.trainer, loop.module
         self._noted = ""  # message on what a step has read that is not known yet; empty: nothing
@@ -72,8 +73,14 @@ class Overlap:
         """Return the iteration of these batches, to which Lightning's loop has come: one read ahead, or a new one.
 
         Raises:
+            ConfigurationError: the optimizers have not stepped after the last batch, as a hook decides.
             StepChangedError: the batch is not the one that was read ahead.
         """
+        if self.awaits_step:
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.optimizer_step does not step after each batch, but with {self.option} "
+                f"a batch begins before the step of the one before; step the optimizer each time, or use {self.instead}"
+            )
         iteration = self.coming.popleft() if self.coming else self._loop.new_iteration(STEP, batches, rest)
         if iteration.batches[0] is not batches[0] or iteration.changed:
             raise StepChangedError(

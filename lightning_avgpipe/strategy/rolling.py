@@ -113,7 +113,7 @@ class RollingOrder(IterationOrder):
                 self._end(iteration, n)
                 self._after(iteration, n, steps)
             self._issue(iteration)
-        self._now = iteration if goes_on else None
+        self._now, overlap.awaits_step = iteration if goes_on else None, goes_on
         return None if 0 in loop.models.skipped else result
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
@@ -122,7 +122,7 @@ class RollingOrder(IterationOrder):
         Args:
             step: steps the optimizers of a pipeline.
         """
-        loop, iteration, self._now = self.loop, self._now, None
+        loop, iteration, self._now, self.overlap.awaits_step = self.loop, self._now, None, False
         if loop.deployment.parallel.ensemble is None or (iteration is None and loop.cluster.stage_map.num_teams == 1):
             return  # no batch was trained
         ensemble, observers = self._ensemble, loop.schedule_control.observers

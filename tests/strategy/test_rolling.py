@@ -27,7 +27,7 @@ from tests import processes
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
 from tests.averaging.test_lightning import Finetuned
 from tests.driver import accumulate
-from tests.models import loader
+from tests.models import MLP, loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.threads import alone
 from tests.trainers import pipeline
@@ -522,3 +522,17 @@ def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
     expected = fit(0, 1, False)
     for found in processes.results(processes.run(2, fit, 2, "auto", folder=tmp_path)):
         assert_equal(found, expected)
+
+
+class StepsSometimes(MLP):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def test_a_hook_that_leaves_out_steps_is_refused() -> None:
+    strategy = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
+    with pytest.raises(ConfigurationError, match=r"StepsSometimes\.optimizer_step does not step after each batch"):
+        pipeline(2, strategy=strategy, max_epochs=1).fit(StepsSometimes(), loader(MLP, 24, 4))

@@ -83,6 +83,7 @@ class AsynchronousOrder(IterationOrder):
 
     def stepped(self) -> None:
         """Note the new version of the weights after the optimizers have stepped, and drain if no batch follows."""
+        self.overlap.awaits_step = False
         if self._stream is not None:
             self._weights.stepped()
             if self._ends and self._stream.batch == self._stream.known:
@@ -133,6 +134,7 @@ class AsynchronousOrder(IterationOrder):
         self.overlap.check()
         assert current.loss is not None
         loop.models.after_backward(0, current.loss)
+        self.overlap.awaits_step = True
         return None if 0 in loop.models.skipped else result
 
     def _begin(self, current: Iteration) -> bool:

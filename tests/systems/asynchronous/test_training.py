@@ -343,9 +343,21 @@ class Tied(Net):
         self.last[2].weight = self.first[0].weight
 
 
+class StepsSometimes(Net):
+    def __init__(self) -> None:
+        super().__init__("momentum")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"module": StepsSometimes}, r"StepsSometimes\.optimizer_step does not step after each batch"),
         ({"module": Held}, "the parameter 'scale' from a place"),
         ({"module": Tied}, r"'first\.0\.weight'.*stages 0 and 2"),
         ({"module": Changing}, "weight_policy='stash' micro-batches of two"),
