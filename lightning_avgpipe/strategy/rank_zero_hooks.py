@@ -100,7 +100,7 @@ class _Hooks:
         _check_structure(name, [part for part in changed if self._is_elsewhere(part)])
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
-        asked = {name: value for name, value in self._settings().items() if settings.get(name, _MISSING) != value}
+        asked = {key: value for key, value in self._settings().items() if settings.get(key, _MISSING) != value}
         self._cluster.control.publish((news, after if after != optimization else None, asked))
         return result
 
@@ -115,9 +115,14 @@ class _Hooks:
 
         return all_replaced([(self._connection, "is_leading", True), (self._trainer, "save_checkpoint", save_together)])
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the attributes of the trainer that are plain values, such as ``should_stop``."""
-        return {name: value for name, value in vars(self._trainer).items() if type(value) in ATOMS}
+    def _settings(self) -> dict[tuple[str, str], Any]:
+        """Return the attributes of trainer and loops that are plain values, such as ``should_stop``, ``max_epochs``."""
+        owners = self._with_settings().items()
+        return {(owner, name): v for owner, holder in owners for name, v in vars(holder).items() if type(v) in ATOMS}
+
+    def _with_settings(self) -> dict[str, Any]:
+        loop = self._trainer.fit_loop
+        return {"trainer": self._trainer, "fit_loop": loop, "epoch_loop": loop.epoch_loop}
 
     def _needed_elsewhere(self) -> frozenset[Key]:
         """Return the attributes that steps read on other processes, and the buffers there."""
@@ -157,7 +162,9 @@ class _Hooks:
             self._trainer.save_checkpoint(*told.args, **told.kwargs)
             told = self._cluster.control.publish()
         news, optimization, asked = told
-        vars(self._trainer).update(asked)
+        owners = self._with_settings()
+        for (owner, name), value in asked.items():
+            vars(owners[owner])[name] = value
         for (path, attribute), *content in news:
             accept(self._module, (path, attribute), unpacked(self._packer, content, self._cluster.device))
         if optimization is not None:

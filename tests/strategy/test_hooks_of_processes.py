@@ -696,12 +696,23 @@ class Stops(Layers):
             self.trainer.should_stop = True
 
 
+class GoesOn(Layers):
+    """A hook of rank 0 asks for one more epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.fit_loop.max_epochs += 1
+
+
 def stopped() -> list[int]:
-    return [piped(Stops(in_step), 2, 2, costs="flops").trainer.global_step for in_step in (True, False)]
+    modules = [Stops(True), Stops(False), GoesOn()]
+    return [piped(module, 2, 2, costs="flops").trainer.global_step for module in modules]
 
 
-def test_a_wish_to_stop_of_the_step_or_of_a_hook_stops_all_processes(in_two: Any) -> None:
-    assert [rank["stopped"] for rank in in_two] == [[2, 2], [2, 2]]
+def test_a_wish_of_the_step_or_of_a_hook_to_stop_or_to_go_on_is_that_of_all_processes(in_two: Any) -> None:
+    longer = piped(GoesOn(), 1, 1).trainer.global_step
+    assert longer > piped(Layers(), 1, 1).trainer.global_step
+    assert [rank["stopped"] for rank in in_two] == [[2, 2, longer]] * 2
 
 
 class Ends(Layers):
