@@ -69,6 +69,10 @@ class NamedState:
         """Return whether a tensor was a registered buffer when the step began."""
         return id(tensor) in self._names
 
+    def is_lasting(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or a buffer, also one that a unit has put in the place of another."""
+        return self.name_of(tensor) is not None or id(tensor) in self._made_by_units
+
     def buffer(self, name: str) -> Tensor | None:
         """Return the buffer of this name, as registered now."""
         path, _, leaf = name.rpartition(".")

@@ -432,7 +432,7 @@ class StepRecorder(StepTracer):
         self.batch.kept(tensors)
 
     def is_lasting(self, tensor: Tensor) -> bool:
-        return self.state.name_of(tensor) is not None  # which buffers the step changes, is known when it has ended
+        return self.state.is_lasting(tensor)  # which buffers the step changes, is known when it has ended
 
     # -- the whole step ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
-from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
+from lightning_avgpipe.errors import AbsentValueError, ConfigurationError, PartitionError
 from tests import processes
 from tests.models import MLP, ConvNet, loader
 from tests.strategy.steps import Layers, piped
@@ -398,3 +398,51 @@ def test_weights_and_buffers_are_logged_and_returned_as_they_are_in_the_step(tmp
     assert metrics["count"] == metrics["batches"] == 14.5
     assert metrics["scale"] == pytest.approx(returned[-1][1])
     assert len({scale for _, scale in returned}) == 4
+
+
+class Replaces(nn.Linear):
+    """Puts a new tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return super().forward(x)
+
+
+class HandsOutReplaced(Layers):
+    """Logs and returns a buffer as it is, which an early submodule replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Replaces()
+        self.returned = list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("mean", self.b.mean)
+        return {"loss": loss, "mean": self.b.mean}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(float(outputs["mean"]))
+
+
+def _replaced(rank: int, folder: Path) -> tuple[dict[str, float], list[float]]:
+    devices = processes.num_processes()
+    module = piped(HandsOutReplaced(), devices, devices, {"log_every_n_steps": 1}, costs="flops", verify=False)
+    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.returned
+
+
+def test_a_buffer_that_a_submodule_replaces_is_logged_and_returned_as_it_is_in_the_step(tmp_path: Path) -> None:
+    ((metrics, returned), (known, _)), one = processes.two_and_one(_replaced, tmp_path)
+    assert (metrics, returned) == one and known == metrics
+    assert metrics["mean"] == pytest.approx(returned[-1])
+    assert len(set(returned)) == 4
+
+
+def test_no_cut_lies_between_a_submodule_that_replaces_a_buffer_and_what_logs_it() -> None:
+    with pytest.raises(PartitionError, match=r"reads a tensor that unit 'b' at .* writes into"):
+        piped(HandsOutReplaced(), split_points=["c"])
