@@ -124,7 +124,7 @@ class Holdings:
             for name, (shape, dtype, is_saved) in found.items():
                 path, _, leaf = name.rpartition(".")
                 module = self._module.get_submodule(path)
-                if leaf not in module._buffers:
+                if module._buffers.get(leaf) is None:
                     empty = torch.zeros(shape, dtype=dtype, device=self._cluster.device)
                     module.register_buffer(leaf, empty, persistent=is_saved)
                 self._owners = {name: (rank,), **self._owners}

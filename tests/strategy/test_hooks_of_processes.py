@@ -31,6 +31,7 @@ from tests.strategy.steps import (
     data,
     errors_of_two_processes,
     piped,
+    states_of_two_processes,
 )
 from tests.trainers import trainer
 
@@ -966,3 +967,32 @@ def test_who_needs_or_changes_what_another_process_has_is_told(makes: Any, tmp_p
     cases = [(make, ahead if make is ClipsWeights else options) for make in makes]
     for make, errors in zip(makes, errors_of_two_processes(cases, tmp_path), strict=True):
         assert any(re.search(REFUSED[make], error) for error in errors), errors
+
+
+class Centring(nn.Module):
+    """Fills a buffer that is registered without a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.centre: Tensor | None
+        self.register_buffer("centre", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.centre = mean if self.centre is None else 0.9 * self.centre + 0.1 * mean
+        return self.linear(x - self.centre)
+
+
+class Centred(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Centring()  # type: ignore[assignment]
+
+
+def test_every_process_has_a_buffer_that_was_registered_without_a_tensor(tmp_path: Path) -> None:
+    one = piped(Centred(), split_points=["c"]).state_dict()
+    assert "b.centre" in one
+    for state in states_of_two_processes(Centred, tmp_path, split_points=["c"]):
+        assert state.keys() == one.keys()
+        assert_same(state, one)
