@@ -278,7 +278,7 @@ def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path, monkeypat
 
     def forked(function: Callable[..., Any], arguments: Sequence[Any], world_size: int, megabits: object) -> list[Any]:
         """The sides take turns in processes of their own, of which each would else import all libraries anew."""
-        return processes.results(processes.run(world_size, as_rank, function, arguments, folder=tmp_path))
+        return processes.each(world_size, as_rank, function, arguments, folder=tmp_path)
 
     monkeypatch.setattr(finetune, "launch", forked)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--quick", "--json", str(tmp_path / "found.json")])

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
-from tests.averaging.models import Batches, Unsized, assert_close, train
+from tests.averaging.models import Batches, Unsized, train
+from tests.comparing import assert_close
 from tests.models import MLP, loader
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

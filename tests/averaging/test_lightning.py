@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Models, Net, train
+from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline, trainer

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, Unsized, assert_equal, state
+from tests.averaging.models import Batches, Models, Net, Unsized
+from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Interrupts, Scaled, newest_first
@@ -174,7 +175,7 @@ def two_groups(rank: int, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("groups")
-    return processes.results(processes.run(GROUPS, two_groups, folder, folder=folder))
+    return processes.each(GROUPS, two_groups, folder, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def of_two_stages(rank: int) -> dict[str, Tensor]:
 
 
 def test_every_process_of_a_group_finds_the_statistics_of_the_reference(tmp_path: Path) -> None:
-    found = processes.results(processes.run(2 * GROUPS, of_two_stages, folder=tmp_path))
+    found = processes.each(2 * GROUPS, of_two_stages, folder=tmp_path)
     assert found[0]["first.1.num_batches_tracked"] > 0
     for other in found[1:]:
         assert_equal(other, found[0])

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
-from tests.averaging.models import Batches, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Net, train
+from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_same_parameters
 from tests.models import MLP, LSTMStack, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 from tests.zoo.own_models import BatchNorms, Hooked, Own
@@ -111,7 +111,7 @@ def test_each_class_of_units_is_compiled_once_and_parallel_models_share_it() -> 
     assert len(graphs) == first
 
 
-def two_processes(rank: int, model: Any, data: Any) -> dict[str, Tensor]:
+def two_processes(model: Any, data: Any) -> dict[str, Tensor]:
     runner = pipeline(2, 2, strategy={"num_microbatches": 2, "compile": SAME}, max_epochs=1)
     runner.fit(model, data)
     return runner.strategy.lightning_module_state_dict()
@@ -122,7 +122,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
     one = trained(model, data, SAME).state_dict()
-    found = processes.results(processes.run(2, two_processes, model, data, folder=tmp_path))[0]
+    found = processes.everywhere(2, two_processes, model, data, folder=tmp_path)[0]
     assert one.keys() == found.keys()
     for name, value in one.items():
         assert torch.equal(value, found[name]), name

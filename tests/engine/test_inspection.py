@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
-from tests.averaging.models import assert_equal, train
+from tests.averaging.models import train
+from tests.comparing import assert_equal
 from tests.models import MLP, Regression, loader
 
 

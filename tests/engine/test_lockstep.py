@@ -161,7 +161,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
     models = (Attributes, Regions, ByHand)
     one = fit(0, 1, *models)
-    for rank in processes.results(processes.run(2, fit, 2, *models, folder=tmp_path)):
+    for rank in processes.each(2, fit, 2, *models, folder=tmp_path):
         for model, expected in one.items():
             assert rank[model].keys() == expected.keys()
             for name, value in expected.items():

@@ -20,7 +20,7 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning import Memory
 from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.driver import Engine
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline

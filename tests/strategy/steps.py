@@ -80,13 +80,9 @@ def assert_same(module: nn.Module | Mapping[str, Tensor], other: nn.Module | Map
     assert [name for name, tensor in two.items() if not torch.equal(tensor, one[name])] == []
 
 
-def _in_process(rank: int, make: Make, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    return piped(make(), devices=2, **options).state_dict()
-
-
 def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
     """What each of two processes makes of the module."""
-    return processes.results(processes.run(2, _in_process, make, options, folder=folder))
+    return processes.everywhere(2, lambda: piped(make(), devices=2, **options).state_dict(), folder=folder)
 
 
 def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
@@ -95,7 +91,7 @@ def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **option
         assert_same(state, expected)
 
 
-def _errors(rank: int, cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
+def _errors(cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
     found = []
     for make, options in cases:
         with pytest.raises(AvgPipeError) as caught:
@@ -106,4 +102,4 @@ def _errors(rank: int, cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[
 
 def errors_of_two_processes(cases: Sequence[tuple[Make, Mapping[str, Any]]], folder: Path) -> list[tuple[str, ...]]:
     """With which errors two processes end that train modules with options, both of them each time."""
-    return list(zip(*processes.results(processes.run(2, _errors, cases, folder=folder)), strict=True))
+    return list(zip(*processes.everywhere(2, _errors, cases, folder=folder), strict=True))

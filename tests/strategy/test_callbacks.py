@@ -39,7 +39,7 @@ from torch.utils.tensorboard.summary import histogram
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
-from tests.averaging.models import assert_equal, state
+from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import both, pipeline, trainer, twins
 
@@ -275,7 +275,7 @@ def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: A
         checks.trainer(trainer(callbacks=[made]), world_size=2)
 
 
-def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
+def all_of_it(folder: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
     make = functools.partial(pipeline, 2, 2)
     fits = [fit(make, folder / interval, interval, monitor) for interval, monitor in PLATEAUS]
     predictions = written(make, folder / "predictions")
@@ -284,7 +284,7 @@ def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], float, dic
 
 @pytest.mark.slow
 def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None:
-    ranks = processes.results(processes.run(2, all_of_it, tmp_path / "two", folder=tmp_path))
+    ranks = processes.everywhere(2, all_of_it, tmp_path / "two", folder=tmp_path)
     expected = [fit(trainer, tmp_path / "one" / interval, interval, monitor) for interval, monitor in PLATEAUS]
     rate = suggested(trainer)
     for fits, found_rate, _ in ranks:
@@ -305,7 +305,7 @@ class Searches(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-def searched(rank: int, folder: Path) -> dict[str, Any]:
+def searched(folder: Path) -> dict[str, Any]:
     module, _ = twins(Scheduled)
     options = {"callbacks": [Searches(num_training_steps=4)], "default_root_dir": folder, "max_epochs": 2}
     runner = pipeline(2, processes.num_processes(), {"num_microbatches": 2}, **options)
@@ -319,7 +319,7 @@ def test_states_of_optimizers_are_loaded_in_the_midst_of_training(tmp_path: Path
     assert_equal(two, [one, one])
 
 
-def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
+def measured(devices: int, folder: Path) -> dict[str, Any]:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(folder, name="csv", version=0)
     options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 2, "max_epochs": 1}
@@ -330,9 +330,9 @@ def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_devices_that_work_on_one_batch_count_as_one_in_its_throughput(tmp_path: Path) -> None:
-    found, _ = processes.results(processes.run(2, measured, 2, tmp_path, folder=tmp_path))
+    found, _ = processes.everywhere(2, measured, 2, tmp_path, folder=tmp_path)
     assert found["train/device/batches_per_sec"] > 0
-    assert found.keys() == measured(0, 1, tmp_path / "one").keys()
+    assert found.keys() == measured(1, tmp_path / "one").keys()
 
 
 class Normed(MLP):
@@ -352,7 +352,7 @@ def ema() -> L.Callback:
     return EMAWeightAveraging(decay=0.5)
 
 
-def averaged(rank: int, path: Path, make: Any) -> list[dict[str, Any]]:
+def averaged(path: Path, make: Any) -> list[dict[str, Any]]:
     """Train, and train on from a checkpoint between two averages; the weights after both, and what was logged."""
     found, devices = [], processes.num_processes()
     for number, epochs in enumerate((3, 5)):
@@ -508,15 +508,13 @@ def refused_beside() -> str:
     return str(refused.value)
 
 
-def in_rank(rank: int) -> dict[str, Any]:
+def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     return {**found, "refused": refused_beside()}
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: in_rank())
 
 
 def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_else(in_two: Any) -> None:

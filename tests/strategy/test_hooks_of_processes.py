@@ -363,14 +363,10 @@ def test_two_processes_train_as_if_there_were_one(in_two: Any) -> None:
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
 
 
-def all_as_one(rank: int) -> list[dict[str, Tensor]]:
-    return [as_one(2, *case) for case in AS_ONE]
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_if_there_were_one_whatever_hooks_change(tmp_path: Path) -> None:
     expected = [as_one(1, make, 1) for make, _ in AS_ONE]
-    for rank in processes.results(processes.run(2, all_as_one, folder=tmp_path)):
+    for rank in processes.everywhere(2, lambda: [as_one(2, *case) for case in AS_ONE], folder=tmp_path):
         for one, other in zip(expected, rank, strict=True):
             assert_same(other, one)
 
@@ -763,7 +759,7 @@ def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(
         assert_same(found_state, state)
 
 
-def all_of_it(rank: int) -> dict[str, Any]:
+def all_of_it() -> dict[str, Any]:
     found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
     return {
         **found,
@@ -777,9 +773,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, all_of_it, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: all_of_it())
 
 
 class Prunes(Layers):

@@ -179,7 +179,7 @@ def fit_quietly() -> tuple[list[str], bool]:
     return [str(warning.message) for warning in said], unchanged and list(warnings.filters) == before
 
 
-def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str, list[str], bool]:
+def fit_rank(folder: Path) -> tuple[dict[str, dict[str, float]], bool, str, list[str], bool]:
     torch.manual_seed(3)
     runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -190,7 +190,7 @@ def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool
 def test_all_ranks_know_what_rank_zero_logs_and_nothing_is_recommended_to_them(
     single: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    ranks = processes.results(processes.run(2, fit_rank, tmp_path, folder=tmp_path))
+    ranks = processes.everywhere(2, fit_rank, tmp_path, folder=tmp_path)
     for found, _, _, said, are_filters_unchanged in ranks:
         for kind in ("callback", "tested"):
             assert_close({kind: single[1][kind]}, {kind: found[kind]})
@@ -384,7 +384,7 @@ class HandsOut(Layers):
         self.returned.append([float(outputs[name].mean()) for name in ("count", "scale")])
 
 
-def _handed_out(rank: int, folder: Path) -> tuple[dict[str, float], list[list[float]]]:
+def _handed_out(folder: Path) -> tuple[dict[str, float], list[list[float]]]:
     devices = processes.num_processes()
     options = {"split_points": ["c"]} if devices == 2 else {}
     module = piped(HandsOut(), devices, devices, {"log_every_n_steps": 1}, **options)

@@ -337,14 +337,10 @@ def test_stages_see_what_one_device_sees(name: str) -> None:
     assert_alike(found(name, trainer), found(name, piped()), name)
 
 
-def fit_all(rank: int) -> dict[str, dict[str, Any]]:
-    return {name: found(name, piped(2)) for name in CASES}
-
-
 @pytest.mark.slow
 def test_two_processes_see_what_one_device_sees(tmp_path: Path) -> None:
     """Weights, metrics, predictions and results that a callback reads, everywhere."""
-    zero, other = processes.results(processes.run(2, fit_all, folder=tmp_path))
+    zero, other = processes.everywhere(2, lambda: {name: found(name, piped(2)) for name in CASES}, folder=tmp_path)
     for name in CASES:
         expected = found(name, trainer)
         assert_alike(expected, zero[name], name)

@@ -232,13 +232,7 @@ def weigh_in_rank() -> dict[str, Tensor]:
 # -- in two processes ------------------------------------------------------------------------------------------------
 
 
-def both_in_rank(rank: int) -> tuple[Any, dict[str, Tensor]]:
-    return wait_in_rank(2), weigh_in_rank()
-
-
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, dict[str, Tensor]]]:
-    return processes.results(processes.run(2, both_in_rank, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: (wait_in_rank(2), weigh_in_rank()))
 
 
 def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(in_two: Any) -> None:

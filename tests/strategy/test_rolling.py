@@ -24,8 +24,9 @@ from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.checks import can_roll
 from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Models, Net, train
 from tests.averaging.test_lightning import Finetuned
+from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
@@ -472,7 +473,7 @@ def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def fit(rank: int, devices: int, rolling: Any) -> Any:
+def fit(devices: int, rolling: Any) -> Any:
     """Three models; and two of a step of which the first batch tells that it does not bear rolling."""
     torch.manual_seed(4)
     model, recorder = Net("adamw", warm_up=True), Recorder()
@@ -497,7 +498,7 @@ def test_each_process_names_the_dataloader_whose_position_is_saved(tmp_path: Pat
         assert outcome.error is not None and "the ResumableLoader saves its position" in outcome.error
 
 
-def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
+def fit_frozen(devices: int) -> list[dict[str, Tensor]]:
     """The first stage has nothing to train in the first epoch."""
     found = []
     for schedule in ("1f1b", "zb_h1"):
@@ -512,13 +513,13 @@ def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = processes.results(processes.run(2, fit_frozen, 2, folder=tmp_path))
+    results = processes.everywhere(2, fit_frozen, 2, folder=tmp_path)
     for order in (Lane.seniority, newest_first):
         monkeypatch.setattr(Lane, "seniority", order)
-        assert_equal(results, [fit_frozen(0, 1)] * 2)
+        assert_equal(results, [fit_frozen(1)] * 2)
 
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
-    expected = fit(0, 1, False)
-    for found in processes.results(processes.run(2, fit, 2, "auto", folder=tmp_path)):
+    expected = fit(1, False)
+    for found in processes.everywhere(2, fit, 2, "auto", folder=tmp_path):
         assert_equal(found, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import assert_equal
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
 from tests.strategy.steps import NUM_MICROBATCHES, Layers
@@ -354,20 +353,16 @@ def evaluated(make: Callable[[], Any], devices: int, num_stages: int = 2) -> Any
     return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
 
 
-def in_rank(rank: int, makes: Sequence[type[Twice]]) -> dict[str, Any]:
-    return {make.__name__: evaluated(make, 2) for make in makes}
-
-
 @pytest.mark.parametrize(
     "makes", [(Twice, Seeds, Collects, Scopes, OnMeta), pytest.param((Generates,), marks=pytest.mark.slow)]
 )
 def test_what_stages_cannot_do_is_evaluated_as_on_one_device(makes: Any, tmp_path: Path) -> None:
-    first, other = processes.results(processes.run(2, in_rank, makes, folder=tmp_path))
+    first, other = processes.everywhere(2, lambda: {make: evaluated(make, 2) for make in makes}, folder=tmp_path)
     for make in makes:
         with pytest.warns(UserWarning, match="So rank 0 runs it for all stages"):
             one = evaluated(make, 1)
         logged, predicted = evaluated(make, 1, num_stages=1) if make is not OnMeta else one  # whose stages draw weights
-        for found in (one, first[make.__name__]):
+        for found in (one, first[make]):
             assert found[0] == pytest.approx(logged, rel=1e-6)
             torch.testing.assert_close(found[1], predicted)
-        assert first[make.__name__][0] == other[make.__name__][0]  # all ranks know what was logged
+        assert first[make][0] == other[make][0]  # all ranks know what was logged

@@ -118,15 +118,13 @@ def automatic() -> tuple[str, bool]:
     return str(strategy.plan), strategy.plan is not None and strategy.plan.measured
 
 
-def in_rank(rank: int) -> dict[str, Any]:
+def in_rank() -> dict[str, Any]:
     weights = {name: fit(2, wire, **options) for name, (wire, options) in CASES.items()}
     found = {"validated": [validate(wire) for wire in ("int8", None)], "auto": automatic()}
     return {"weights": weights, **found, "verified": verified()}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+ranks = processes.shared(2, lambda rank: in_rank())
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +166,14 @@ def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(rank
     assert all("verify once with wire=None" in rank["verified"][1] for rank in ranks)
 
 
-def broadcast(rank: int) -> list[dict[str, Tensor]]:
+def broadcast() -> list[dict[str, Tensor]]:
     options = {"schedule": "broadcast", "split_points": ["first.2", "second"]}
     return [fit(3, wire, stages=3, **options) for wire in ("int8", "int8", None)]
 
 
 @pytest.mark.slow
 def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
-    first, _, last = processes.results(processes.run(3, broadcast, folder=tmp_path))
+    first, _, last = processes.everywhere(3, broadcast, folder=tmp_path)
     assert same(first[0], last[1])
     assert 0 < distance(last[2], first[0]) < 1e-2
 

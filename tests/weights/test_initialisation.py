@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks import memory
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.processes import num_processes, two_and_one
 from tests.trainers import pipeline
@@ -162,7 +162,7 @@ def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
     assert_same_parameters(through, resumed)
 
 
-def work(rank: int, folder: Path) -> dict[str, Any]:
+def work(folder: Path) -> dict[str, Any]:
     """Train, save, test, predict, train on and resume, with a module that no process ever holds as a whole."""
     torch.manual_seed(5)
     model = Mixed()

@@ -17,8 +17,8 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.weights import tied
 from tests import processes
-from tests.averaging.models import assert_equal, state
-from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.comparing import assert_equal, assert_same_gradients, assert_same_parameters, state
+from tests.driver import Engine, accumulate
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -122,7 +122,7 @@ class Drawn(Regression):
         return self.last(self.between(self.first(x @ self.features)))
 
 
-def fit_all(rank: int, devices: int = 2) -> list[dict[str, Any]]:
+def fit_all(devices: int = 2) -> list[dict[str, Any]]:
     torch.manual_seed(5)
     tied, recurrent = TiedLanguageModel(), Recurrent()
     return [fit(tied, devices, 2, gradient_clip_val=0.05), fit(recurrent, devices, 4, accumulate_grad_batches=2)]
@@ -162,18 +162,18 @@ def observed_roll() -> tuple[dict[str, Tensor], list[bool]]:
 
 
 def work(rank: int) -> tuple[Any, ...]:
-    return fit_all(rank), draw(rank), observed_roll()
+    return fit_all(), draw(rank), observed_roll()
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
     """By what each of two processes trained: tied weights, weights it drew by itself, rolling models."""
-    found = processes.results(processes.run(2, work, folder=tmp_path_factory.mktemp("two")))
+    found = processes.each(2, work, folder=tmp_path_factory.mktemp("two"))
     return list(zip(*found, strict=True))
 
 
 def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
-    expected = fit_all(0, 1)
+    expected = fit_all(1)
     for rank in in_two[0]:
         for found, one in zip(rank, expected, strict=True):
             assert found["optimized"] == found["parameters"] == one["parameters"]

@@ -20,7 +20,8 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, P
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.systems.asynchronous.versions import Place, VersionPolicy
 from tests import processes
-from tests.averaging.models import Batches, Net, assert_equal, state
+from tests.averaging.models import Batches, Net
+from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
@@ -392,14 +393,10 @@ def fit_some(devices: int, count: int) -> Any:
     return found
 
 
-def in_process(rank: int, count: int) -> Any:
-    return fit_some(2, count)
-
-
 @pytest.mark.parametrize("count", [1, pytest.param(len(RUNS), marks=SLOW)])
 def test_two_processes_train_the_model_of_one(count: int, tmp_path: Path) -> None:
     expected = fit_some(1, count)
-    for results in processes.results(processes.run(2, in_process, count, folder=tmp_path)):
+    for results in processes.everywhere(2, fit_some, 2, count, folder=tmp_path):
         for found, (weights, calls, metrics) in zip(results, expected, strict=True):
             assert_equal(found[0], weights)
             assert found[2] == metrics

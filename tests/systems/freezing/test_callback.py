@@ -108,7 +108,6 @@ def test_the_layers_are_the_longest_row_of_one_type() -> None:
 
 
 def fit(
-    rank: int = 0,
     make: Any = pipeline,
     freezing: dict[str, Any] | None = None,
     path: Path | None = None,

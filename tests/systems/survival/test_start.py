@@ -18,7 +18,7 @@ import torch
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Survival
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.trainers import trainer
