@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 def assert_equal(one: Any, other: Any, where: str = "") -> None:
     """Compare trees of tensors and numbers by name, bit for bit; modules by their weights and buffers."""
-    one, other = (state(tree) if isinstance(tree, nn.Module) else tree for tree in (one, other))
+    one, other = (_tree(one), _tree(other))
     if isinstance(one, Tensor):
         assert torch.equal(one, other), f"{where} differs"
     elif isinstance(one, dict):
@@ -31,11 +32,25 @@ def assert_equal(one: Any, other: Any, where: str = "") -> None:
         assert one == other, f"{where} differs"
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Compare tensors by name, to rounding."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, where: str = "") -> None:
+    """Compare such trees to rounding."""
+    found, expected = _tree(found), _tree(expected)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_close(found[key], value, rtol, atol, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_close(mine, theirs, rtol, atol, f"{where}.{i}")
+    else:
+        assert found == pytest.approx(expected, rel=rtol, abs=atol), where
+
+
+def _tree(whole: Any) -> Any:
+    return {**state(whole), **dict(whole.named_buffers())} if isinstance(whole, nn.Module) else whole
 
 
 def assert_same_parameters(one: nn.Module, other: nn.Module, exact: bool = True) -> None:

@@ -17,7 +17,7 @@ from tests import processes
 from tests.averaging.models import Models, Net, train
 from tests.averaging.test_equations import NESTEROV, ByHand, doubled, of
 from tests.averaging.test_groups import share, trained
-from tests.comparing import assert_equal, state
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -128,9 +128,7 @@ def test_without_a_delay_torchft_does_the_same(tmp_path: Path) -> None:
         module, loader(MLP, 128, 8), num_stages=2, trainer={"precision": "64-true"},
         averaging=Averaging(every=4, fragments=2, alpha=1.0, outer_optimizer=NESTEROV),
     )  # fmt: skip
-    for model, other in zip(found.models, processes.each(2, by_torchft, folder=tmp_path), strict=True):
-        for name, tensor in other.items():
-            torch.testing.assert_close(model[name], tensor, rtol=0, atol=1e-12)
+    assert_close(found.models, processes.each(2, by_torchft, folder=tmp_path), rtol=0, atol=1e-12)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

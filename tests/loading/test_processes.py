@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_avgpipe import AvgPipeStrategy, save_pretrained
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
+from tests.comparing import assert_equal
 from tests.loading.languages import (
     Tuning,
     assert_same_files,
@@ -111,8 +112,7 @@ def assert_equal_to_one_process(two: list[Trained], model: Tuning, loss: float) 
     assert two[0].loss == two[1].loss == loss
     assert two[0].held.keys() | two[1].held.keys() == weights.keys()
     for process in two:
-        for name, value in process.held.items():
-            assert torch.equal(value.data, weights[name].data), name
+        assert_equal(process.held, {name: weights[name] for name in process.held})
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,6 +17,7 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
+from tests.comparing import assert_equal
 from tests.trainers import trainer
 
 NUM_MICROBATCHES = 4
@@ -74,12 +75,6 @@ def piped(
     return module
 
 
-def assert_same(module: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> None:
-    """The same weights and buffers, bit for bit."""
-    one, two = (m.state_dict() if isinstance(m, nn.Module) else m for m in (module, other))
-    assert [name for name, tensor in two.items() if not torch.equal(tensor, one[name])] == []
-
-
 def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
     """What each of two processes makes of the module."""
     return processes.everywhere(2, lambda: piped(make(), devices=2, **options).state_dict(), folder=folder)
@@ -87,8 +82,7 @@ def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[di
 
 def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
     """Two processes make of the module what is expected."""
-    for state in states_of_two_processes(make, folder, **options):
-        assert_same(state, expected)
+    assert_equal(states_of_two_processes(make, folder, **options), [expected.state_dict()] * 2)
 
 
 def _errors(cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:

@@ -20,7 +20,7 @@ from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError
 from lightning_avgpipe.utils.placeholder import Absent
 from tests import processes
-from tests.comparing import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.driver import Engine
 from tests.models import MLP, ConvNet, Regression, loader
 from tests.trainers import both, pipeline, twins
@@ -266,7 +266,7 @@ def fit(kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, An
     model = kind("adamw")
     runner = pipeline(2, devices, {"num_microbatches": 3, **options}, max_epochs=2, limit_train_batches=3)
     runner.fit(model, loader(Sees, 24, 6, shuffle=True), loader(Sees, 12, 6, seed=1))
-    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "seen": model.seen}
+    return {"weights": state(model), "seen": model.seen}
 
 
 # each time the first batches travel whole: what the stages need is known after the first
@@ -332,8 +332,7 @@ def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
     for (rank, _), expected in zip(in_two, needed, strict=True):
         assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
         assert set(rank[name]["seen"][2:]) == {expected}
-        for key, value in one["weights"].items():
-            assert torch.equal(rank[name]["weights"][key], value), key
+        assert_equal(rank[name]["weights"], one["weights"])
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:

@@ -39,7 +39,7 @@ from torch.utils.tensorboard.summary import histogram
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
-from tests.comparing import assert_equal, state
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import both, pipeline, trainer, twins
 
@@ -93,7 +93,7 @@ def fit(make: Any, folder: Path, interval: str, monitor: str) -> dict[str, Any]:
         "best step": [Path(steps.best_model_path).name, float(steps.best_model_score)],
         "stopped": [stopping.stopped_epoch, stopping.wait_count, runner.current_epoch, runner.global_step],
         "lr": runner.optimizers[0].param_groups[0]["lr"],
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "weights": state(model),
     }
 
 
@@ -103,11 +103,8 @@ PLATEAUS = [("epoch", "val_loss"), ("step", "train_loss")]
 def assert_alike(expected: dict[str, Any], found: dict[str, Any]) -> None:
     for key in ("files", "stopped", "lr"):
         assert found[key] == expected[key], key
-    for key in ("best", "best step"):
-        assert found[key][0] == expected[key][0]
-        assert found[key][1] == pytest.approx(expected[key][1], abs=1e-6)
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=1e-5, atol=1e-6)
+    assert_close([found[key] for key in ("best", "best step")], [expected[key] for key in ("best", "best step")], 1e-6)
+    assert_close(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(("interval", "monitor"), PLATEAUS[1:])  # both in two processes

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from tests import processes
-from tests.comparing import assert_same_parameters
+from tests.comparing import assert_close, assert_equal, assert_same_parameters, state
 from tests.models import MLP, TiedTransformer, UNet, loader
 from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged, trainer, twins
 
@@ -136,8 +136,7 @@ def test_every_way_of_clipping_takes_the_norm_over_all_processes(tmp_path: Path)
             torch.manual_seed(3)
             plain, runner = model(), single(**options(model))
             runner.fit(plain, loaders(MLP, 32)[0])
-            for key, value in plain.state_dict().items():
-                assert torch.equal(weights[key], value), f"{model.__name__} {key}"
+            assert_equal(weights, state(plain), model.__name__)
             assert found == pytest.approx(norms(runner), rel=1e-6)
 
 
@@ -173,7 +172,7 @@ def shifted(devices: int, strategy: dict[str, Any] | None = None) -> tuple[Shift
         here = runner.strategy.group_number
         batches = [[part[4 * here :][:4] for part in batch] for batch in batches]
     runner.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return model, {name: value.clone() for name, value in model.state_dict().items()}
+    return model, state(model)
 
 
 def shifted_by_processes(count: int) -> Any:
@@ -192,5 +191,4 @@ def test_hooks_that_see_gradients_of_accumulated_batches_see_whole_ones(count: i
         results = processes.everywhere(count, shifted_by_processes, count, folder=tmp_path)
     for norms, tensors in results:
         assert norms == pytest.approx(expected.norms, rel=1e-4)
-        for name, value in weights.items():
-            torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6)
+        assert_close(tensors, weights, rtol=1e-4)

@@ -24,10 +24,10 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging
 from tests import processes
+from tests.comparing import assert_equal
 from tests.strategy.steps import (
     Layers,
     Make,
-    assert_same,
     data,
     errors_of_two_processes,
     piped,
@@ -194,13 +194,13 @@ def between(devices: int, num_stages: int) -> list[dict[str, Tensor]]:
 
 def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(plain: Any) -> None:
     for found, expected in zip(between(1, 3), plain, strict=True):
-        assert_same(found, expected)
+        assert_equal(found, expected)
 
 
 def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, in_two: Any) -> None:
     for rank in in_two:
         for found, expected in zip(rank["between"], plain, strict=True):
-            assert_same(found, expected)
+            assert_equal(found, expected)
 
 
 # -- as in one process -------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def as_one(devices: int, make: Make, num_stages: int) -> dict[str, Tensor]:
 
 def test_two_processes_train_as_if_there_were_one(in_two: Any) -> None:
     for rank in in_two:
-        assert_same(rank["scales"], as_one(1, Scales, 1))
+        assert_equal(rank["scales"], as_one(1, Scales, 1))
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
@@ -368,7 +368,7 @@ def test_two_processes_train_as_if_there_were_one_whatever_hooks_change(tmp_path
     expected = [as_one(1, make, 1) for make, _ in AS_ONE]
     for rank in processes.everywhere(2, lambda: [as_one(2, *case) for case in AS_ONE], folder=tmp_path):
         for one, other in zip(expected, rank, strict=True):
-            assert_same(other, one)
+            assert_equal(other, one)
 
 
 class CallsOtherHooks(Layers):
@@ -410,7 +410,7 @@ def test_hooks_that_call_each_other_are_followed_once(in_two: Any) -> None:
     assert tau == 0.5**7  # of two epochs three each, and of the test
     for found, state in (rank["annealed"] for rank in in_two):
         assert found == tau
-        assert_same(state, expected)
+        assert_equal(state, expected)
 
 
 # -- what submodules keep ----------------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None
     expected, metrics = watched(1)
     assert "b.centre" in expected  # which the layer has registered in its process
     for state, found in (rank["watched"] for rank in in_two):
-        assert_same(state, expected)
+        assert_equal(state, expected)
         assert found == metrics
 
 
@@ -524,7 +524,7 @@ def test_before_training_and_after_a_run_every_process_has_what_submodules_keep(
     state, expected = kept(1)
     assert [calls for calls, _ in expected] == [40, 57]  # of two, four, four and four batches, and one
     for found, kept_there in (rank["kept"] for rank in in_two):
-        assert_same(found, state)
+        assert_equal(found, state)
         assert kept_there == expected
 
 
@@ -670,7 +670,7 @@ def test_what_a_submodule_sets_of_one_of_another_stage_is_that_of_its_own_proces
     expected, seen, _ = steered(1)
     for state, _, cuts in (rank["steered"] for rank in in_two):
         assert cuts == (2,)  # behind 'b.linear'
-        assert_same(state, expected)
+        assert_equal(state, expected)
     assert in_two[0]["steered"][1] == seen
 
 
@@ -746,17 +746,17 @@ def test_at_the_end_hooks_find_all_weights_of_all_models_on_every_process(in_two
     for rank in in_two:
         found, found_state = rank["ended of two"]
         for one, other in zip(found, saved, strict=True):
-            assert_same(one, other)
-        assert_same(found_state, state)
+            assert_equal(one, other)
+        assert_equal(found_state, state)
 
 
 def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(in_two: Any) -> None:
     saved, output, state = ended(1)
     for rank in in_two:
         found, found_output, found_state = rank["ended"]
-        assert_same(found, saved)
+        assert_equal(found, saved)
         assert torch.equal(found_output, output)
-        assert_same(found_state, state)
+        assert_equal(found_state, state)
 
 
 def all_of_it() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torchmetrics.regression import PearsonCorrCoef
 
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from tests import processes
+from tests.comparing import assert_close
 from tests.models import MLP, ConvNet, loader
 from tests.strategy.steps import Layers, piped
 from tests.trainers import both, loaders, pipeline, trainer
@@ -151,18 +152,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, di
     return folder, fit(trainer(**options(folder)), Everything())
 
 
-def assert_close(expected: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
-    assert found.keys() == expected.keys()
-    for kind, values in expected.items():
-        assert found[kind].keys() == values.keys(), kind
-        for name, value in values.items():
-            assert found[kind][name] == pytest.approx(value, abs=1e-6, rel=1e-6), f"{kind} {name}"
-
-
 def test_all_that_is_logged_equals_one_device(single: tuple[Path, Any], tmp_path: Path) -> None:
     torch.manual_seed(3)
     found = fit(pipeline(2, strategy={"num_microbatches": 3}, **options(tmp_path)), Everything())
-    assert_close(single[1], found)
+    assert_close(found, single[1], 1e-6)
     assert_same_files(single[0], tmp_path)
     names = set(found["callback"])
     assert {f"in_{hook}" for hook in LOGGING_HOOKS} <= {name.split("/")[0] for name in names}
@@ -193,10 +186,10 @@ def test_all_ranks_know_what_rank_zero_logs_and_nothing_is_recommended_to_them(
     ranks = processes.everywhere(2, fit_rank, tmp_path, folder=tmp_path)
     for found, _, _, said, are_filters_unchanged in ranks:
         for kind in ("callback", "tested"):
-            assert_close({kind: single[1][kind]}, {kind: found[kind]})
+            assert_close({kind: found[kind]}, {kind: single[1][kind]}, 1e-6)
         assert [text for text in said if "sync_dist" in text] == []
         assert are_filters_unchanged
-    assert_close(single[1], ranks[0][0])
+    assert_close(ranks[0][0], single[1], 1e-6)
     assert_same_files(single[0], tmp_path)
     assert [is_zero for _, is_zero, *_ in ranks] == [True, False]
     assert [printed.count("begins on rank") for _, _, printed, *_ in ranks] == [1, 0]

@@ -101,8 +101,7 @@ def test_models_take_turns_as_in_a_plain_loop(
     options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": every}}
     train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, reference[name]), f"{name} differs"
+    assert_equal(dict(model.named_parameters()), reference)
 
 
 class Recorder(L.Callback):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.comparing import assert_equal, assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
 from tests.strategy.steps import NUM_MICROBATCHES, Layers
@@ -187,7 +187,7 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
         runner.fit(module, *data, ckpt_path=path / "last.ckpt" if epochs == 2 else None, weights_only=False)
         metrics = {key: float(value) for key, value in runner.callback_metrics.items()}
         found[f"after {epochs}"] = runner.global_step, metrics, getattr(module, "seen", None)
-    found["weights"] = {key: value.clone() for key, value in module.state_dict().items()}
+    found["weights"] = state(module)
     return found
 
 
@@ -201,12 +201,8 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
 )
 def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devices: int, tmp_path: Path) -> None:
     one = everything(0, name, 1, tmp_path / "one")
-    several = processes.run(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
-    for rank in processes.results(several):
-        weights, expected = rank.pop("weights"), one["weights"]
-        assert rank == {key: value for key, value in one.items() if key != "weights"}
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    for rank in processes.each(devices, everything, name, devices, tmp_path / "several", folder=tmp_path):
+        assert_equal(rank, one)
     one_file, other = (torch.load(tmp_path / sub / "last.ckpt", weights_only=False) for sub in ("one", "several"))
     assert_equal(one_file["optimizer_states"], other["optimizer_states"])
     assert_equal(one_file["loops"], other["loops"])

@@ -13,6 +13,7 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
 from tests import processes
+from tests.comparing import state
 from tests.models import Regression, loader
 from tests.trainers import logged, pipeline, trainer
 
@@ -71,7 +72,7 @@ def fit(devices: int, wire: str | None, rounds: bool = False, stages: int = 2, *
     model = Halves(rounds)
     given = {"num_microbatches": 3, "split_points": ["second"], "links": Links(wire=wire), **strategy}  # type: ignore[arg-type]
     pipeline(stages, devices, given, max_epochs=2).fit(model, loader(Halves, SAMPLES, BATCH))
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return state(model)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -25,7 +25,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.systems.freezing.callback import check_sharing_later
 from tests import processes
-from tests.comparing import assert_close, assert_equal
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import loader
 from tests.systems.freezing.test_callback import FineTuned
 from tests.trainers import pipeline, trainer
@@ -102,7 +102,7 @@ def fit(
     assert make is trainer or runner.strategy.num_stages == runner.strategy.cluster.stage_map.num_stages == (
         stages or devices
     )
-    return {n: t.clone() for n, t in module.state_dict().items()}, layouts, value, callback.num_frozen
+    return state(module), layouts, value, callback.num_frozen
 
 
 EXACT = {"rtol": 0, "atol": 1e-12}
