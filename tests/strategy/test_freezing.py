@@ -143,10 +143,7 @@ OTHERWISE = [("an epoch's begin", {"recompute": True}), ("an epoch's begin", {"s
 
 @pytest.mark.parametrize(
     ("scenario", "strategy"),
-    [
-        *((scenario, {}) for scenario in SCENARIOS),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
-    ],
+    [*((scenario, {}) for scenario in SCENARIOS), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)],
 )
 def test_frozen_stages_run_forwards_only_and_nothing_changes(
     scenario: str, strategy: dict[str, Any], plainly: Any

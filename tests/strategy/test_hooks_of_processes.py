@@ -25,13 +25,7 @@ from torchmetrics import MeanMetric
 from lightning_avgpipe import Averaging
 from tests import processes
 from tests.comparing import assert_equal
-from tests.strategy.steps import (
-    Layers,
-    Make,
-    data,
-    errors_of_two_processes,
-    piped,
-)
+from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped
 from tests.trainers import trainer
 
 TWO_EPOCHS, THREE_EPOCHS = {"max_epochs": 2}, {"max_epochs": 3}

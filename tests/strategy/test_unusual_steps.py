@@ -24,11 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_avgpipe.errors import AvgPipeError, CaptureError, PartitionError, StepChangedError
 from tests.comparing import assert_equal
 from tests.models import MLP, loader
-from tests.strategy.steps import (
-    Layers,
-    by_hand,
-    piped,
-)
+from tests.strategy.steps import Layers, by_hand, piped
 from tests.trainers import pipeline
 from tests.zoo.comparison import check, in_stages
 

@@ -134,10 +134,7 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "strategy", "options"),
-    [
-        (Normed, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}),
-        (MLP, {}, {"accumulate_grad_batches": 3}),
-    ],
+    [(Normed, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}), (MLP, {}, {"accumulate_grad_batches": 3})],
 )
 def test_other_stages_in_one_process_change_no_number(
     model: type[Regression], strategy: Any, options: Any, tmp_path: Path
@@ -171,12 +168,7 @@ def test_more_stages_or_fewer_change_no_number(tmp_path: Path) -> None:
 
 
 def more(num_pipelines: int, folder: Path) -> int:
-    given = {
-        "split_points": None,
-        "num_pipelines": num_pipelines,
-        "advance": "auto",
-        "costs": "measured",
-    }
+    given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto", "costs": "measured"}
     return fit(2, Normed, {1: 4, 4: 2}, folder / "two", given)
 
 

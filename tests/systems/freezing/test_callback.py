@@ -109,10 +109,7 @@ def test_the_layers_are_the_longest_row_of_one_type() -> None:
 
 
 def fit(
-    make: Any = pipeline,
-    freezing: dict[str, Any] | None = None,
-    path: Path | None = None,
-    **options: Any,
+    make: Any = pipeline, freezing: dict[str, Any] | None = None, path: Path | None = None, **options: Any
 ) -> tuple[FineTuned, AdaptiveFreezing]:
     torch.manual_seed(3)
     module, callback = FineTuned(), AdaptiveFreezing(**{"alpha": 0.4, **(freezing or {})})
