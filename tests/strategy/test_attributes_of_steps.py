@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import PartitionError
+from tests.averaging.models import Models
 from tests.comparing import assert_equal
 from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_two_processes_equal, by_hand, data, piped
 from tests.trainers import assert_defaults_equal_accumulation
@@ -191,27 +192,27 @@ class Emptied(Callback):
         pl_module.count["steps"] = 0
 
 
+MEASURED, FLOPS = {"costs": "measured"}, {"costs": "flops"}
+REPEATS: dict[str, Any] = {"recompute": True, "schedule": "afab", **FLOPS}
+
+
 @pytest.mark.parametrize(
-    ("make", "num_stages", "costs"),
+    ("make", "num_stages", "options"),
     [
-        (Momentum, 3, "measured"),
-        (lambda: Momentum(foreach), 3, "flops"),
-        (lambda: Momentum(loaded), 2, "measured"),
-        (Clipped, 3, "measured"),
-        (WithinUnit, 2, "measured"),
-        (Hooked, 3, "flops"),
-        (Counting, 2, "measured"),
+        (Momentum, 3, MEASURED),
+        (lambda: Momentum(foreach), 3, FLOPS),
+        (lambda: Momentum(loaded), 2, MEASURED),
+        (Clipped, 3, MEASURED),
+        (WithinUnit, 2, MEASURED),
+        (Hooked, 3, FLOPS),
+        (Counting, 2, MEASURED),
+        *((make, 2, REPEATS) for make in (Momentum, WithinUnit, Counting)),  # and changes nothing again
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(
-    make: Callable[[], Layers], num_stages: int, costs: str
+    make: Callable[[], Layers], num_stages: int, options: dict[str, Any]
 ) -> None:
-    assert_equal(piped(make(), num_stages, costs=costs), by_hand(make()))
-
-
-@pytest.mark.parametrize("make", [Momentum, WithinUnit, Counting])
-def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
-    assert_equal(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
+    assert_equal(piped(make(), num_stages, **options), by_hand(make()))
 
 
 def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
@@ -234,24 +235,11 @@ class Carried(Layers):
         return (self.d(self.c(y)) - batch[1]).square().mean()
 
 
-class Models(Callback):
-    """Keeps the weights of two parallel models, and of their reference."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.models = []
-        for n in range(2):
-            with trainer.strategy.parallel_model(n) as model:
-                self.models.append({name: t.clone() for name, t in model.state_dict().items()})
-        with trainer.strategy.reference() as model:
-            self.reference = {name: t.clone() for name, t in model.state_dict().items()}
-
-
 def test_each_parallel_model_has_a_momentum_encoder_of_its_own() -> None:
     alone, staged = Models(), Models()
     for num_stages, models in ((1, alone), (2, staged)):
         piped(Momentum(), num_stages, trainer_options={"callbacks": [models]}, num_pipelines=2, costs="flops")
-    for one, other in zip(alone.models, staged.models, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_equal(alone.models, staged.models)
     for name in ("teacher.0.weight", "teacher.2.bias"):
         first, second = (model[name] for model in staged.models)
         assert not torch.equal(first, second)

@@ -283,22 +283,16 @@ def result(make: Callable[[], Habit], devices: int, strategy: Any) -> dict[str, 
     return {"weights": state(module), "metrics": metrics, "predicted": runner.predict(module, data)}
 
 
-def results(devices: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 1, "costs": "flops", "verify": False}
-    return {make: result(make, devices, AvgPipeStrategy(**options)) for make in HABITS}
+def stages() -> AvgPipeStrategy:
+    return AvgPipeStrategy(num_stages=2, num_microbatches=1, costs="flops", verify=False)
 
 
-in_two = processes.shared(2, lambda rank: results(2))
-
-
-@pytest.fixture(scope="module")
-def in_one() -> dict[str, Any]:
-    return results(1)
+in_two = processes.shared(2, lambda rank: {make: result(make, 2, stages()) for make in HABITS})
 
 
 @pytest.mark.filterwarnings("ignore:.* reads numbers of values")
 @pytest.mark.parametrize("make", HABITS)
-def test_stages_do_what_one_device_does(make: Any, in_one: Any, in_two: Any) -> None:
+def test_stages_do_what_one_device_does(make: Any, in_two: Any) -> None:
     expected = result(make, 1, "auto")
-    for found in (in_one, *in_two):
-        assert_equal(expected, found[make])
+    for found in (result(make, 1, stages()), *(rank[make] for rank in in_two)):
+        assert_equal(expected, found)

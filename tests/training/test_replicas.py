@@ -308,9 +308,8 @@ def rolling(rank: int | None, replicas: list[int], folder: Path) -> Any:
     "replicas", [pytest.param([1, 2], id="last"), pytest.param([1, 2, 1], id="between", marks=pytest.mark.slow)]
 )
 def test_replicas_of_a_stage_train_rolling_models(replicas: list[int], tmp_path: Path) -> None:
-    outcomes = processes.run(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path)
     expected, metrics = rolling(None, replicas, tmp_path / "one")
-    for found, others in processes.results(outcomes):
+    for found, others in processes.each(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path):
         assert_equal(found, expected)
         assert others == pytest.approx(metrics, rel=1e-5)
 
