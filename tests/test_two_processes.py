@@ -349,5 +349,4 @@ def with_default_device(devices: int, default: str) -> dict[str, Tensor]:
 @pytest.mark.slow  # what makes tensors says on which device: tests/test_house.py
 def test_processes_train_the_same_with_another_default_device(tmp_path: Path) -> None:
     expected = with_default_device(1, "cpu")
-    for found in processes.everywhere(2, with_default_device, 2, "meta", folder=tmp_path):
-        assert_equal(found, expected)
+    assert_equal(processes.everywhere(2, with_default_device, 2, "meta", folder=tmp_path), [expected] * 2)

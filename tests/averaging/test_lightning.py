@@ -211,8 +211,7 @@ def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
         runner.fit(model, datamodule=data)
         assert (data.batch_size, runner.global_step) == (4, 6)
         found.append([*models.models, models.reference, state(model)])
-    for tried, straight in zip(*found, strict=True):
-        assert_equal(tried, straight)
+    assert_equal(*found)
 
 
 # -- what would leave pipeline 0's model alone -------------------------------------------------------------------------

@@ -131,8 +131,7 @@ def test_containers_within_each_other_hold_each_models_own() -> None:
     for kind in (Nested, Plain):
         torch.manual_seed(3)
         found.append(train(kind(), loader(MLP, 48, 8), 2, num_pipelines=3).models)
-    for one, other in zip(*found, strict=True):
-        assert_equal(one, other)
+    assert_equal(*found)
 
 
 class Constants(Layers):

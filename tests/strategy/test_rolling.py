@@ -141,8 +141,7 @@ def run(
 
 def assert_same(one: Any, other: Any) -> None:
     """The same models, reference and progress."""
-    for a, b in zip([*one[1].models, state(one[0])], [*other[1].models, state(other[0])], strict=True):
-        assert_equal(a, b)
+    assert_equal([*one[1].models, state(one[0])], [*other[1].models, state(other[0])])
     assert one[2].global_step == other[2].global_step
 
 
@@ -153,8 +152,7 @@ def test_hooks_find_the_same_whatever_runs_ahead(monkeypatch: pytest.MonkeyPatch
     runs.append(run([recorders[1]]))
     assert_same(*runs)
     assert recorders[0].calls == recorders[1].calls
-    for one, other in zip(recorders[0].weights, recorders[1].weights, strict=True):
-        assert_equal(one, other)
+    assert_equal(recorders[0].weights, recorders[1].weights)
     counted = [logged["counted"] for name, _, _, logged in recorders[0].calls if name == "on_train_batch_end"]
     assert counted[:3] == [0.0, 101.0, 202.0]
 
@@ -404,8 +402,7 @@ def assert_drained(caplog: pytest.LogCaptureFixture, why: str, **options: Any) -
     found, said = left_open(caplog, **options)
     averaging = replace(options.pop("averaging", Averaging()), rolling=False)
     expected, _ = left_open(caplog, **options, averaging=averaging)
-    for a, b in zip(found, expected, strict=True):
-        assert_equal(a, b)
+    assert_equal(found, expected)
     assert said.count("Averaging(rolling='auto'): pipelines do not roll: ") == 1 and why in said
 
 
@@ -413,8 +410,7 @@ def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> 
     found, said = left_open(caplog)
     expected, _ = left_open(caplog, averaging=Averaging(rolling=True))
     drained, _ = left_open(caplog, averaging=Averaging(rolling=False))
-    for a, b in zip(found, expected, strict=True):
-        assert_equal(a, b)
+    assert_equal(found, expected)
     assert not said and any(not torch.equal(t, drained[-1][name]) for name, t in found[-1].items())
 
 
@@ -520,5 +516,4 @@ def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, mon
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
     expected = fit(1, False)
-    for found in processes.everywhere(2, fit, 2, "auto", folder=tmp_path):
-        assert_equal(found, expected)
+    assert_equal(processes.everywhere(2, fit, 2, "auto", folder=tmp_path), [expected] * 2)

@@ -201,8 +201,8 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
 )
 def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devices: int, tmp_path: Path) -> None:
     one = everything(0, name, 1, tmp_path / "one")
-    for rank in processes.each(devices, everything, name, devices, tmp_path / "several", folder=tmp_path):
-        assert_equal(rank, one)
+    several = processes.each(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
+    assert_equal(several, [one] * devices)
     one_file, other = (torch.load(tmp_path / sub / "last.ckpt", weights_only=False) for sub in ("one", "several"))
     assert_equal(one_file["optimizer_states"], other["optimizer_states"])
     assert_equal(one_file["loops"], other["loops"])

@@ -88,9 +88,7 @@ def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: P
         one, other = (torch.load(tmp_path / f"{shard}{name}.ckpt", weights_only=False) for shard in (False, True))
         assert_equal(one["state_dict"], other["state_dict"])
         states = one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"]
-        assert states[0].keys() == states[1].keys()
-        for number, entry in states[0].items():
-            assert_equal(entry, states[1][number])
+        assert_equal(*states)
 
 
 def of_stages(rank: int, folder: Path) -> Any:

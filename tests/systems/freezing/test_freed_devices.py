@@ -85,17 +85,11 @@ def fit(
         options |= {"num_stages": stages or devices, "devices": devices}
         options["strategy"] = {"num_microbatches": MICRO_BATCHES, **(strategy or {})}
     else:
-        size, options["accumulate_grad_batches"], options["callbacks"] = (
-            SIZE // MICRO_BATCHES,
-            MICRO_BATCHES,
-            [callback],
-        )
-    path, batches = (
-        options.pop("ckpt_path", None),
-        loader(model, options.pop("samples", 2 * SIZE), size, shuffle=options.pop("shuffle", False)),
-    )
+        size = SIZE // MICRO_BATCHES
+        options |= {"accumulate_grad_batches": MICRO_BATCHES, "callbacks": [callback]}
+    path = options.pop("ckpt_path", None)
     runner = make(**options)
-    runner.fit(module, batches, loader(model, SIZE, SIZE), ckpt_path=path)
+    runner.fit(module, loader(model, 2 * SIZE, size), loader(model, SIZE, SIZE), ckpt_path=path)
     if folder is not None:
         runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
     value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
