@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from numbers import Real
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e
         for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             assert_close(mine, theirs, rtol, atol, f"{where}.{i}")
     else:
-        assert found == pytest.approx(expected, rel=rtol, abs=atol), where
+        assert found == (pytest.approx(expected, rel=rtol, abs=atol) if isinstance(expected, Real) else expected), where
 
 
 def _tree(whole: Any) -> Any:
