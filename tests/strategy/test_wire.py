@@ -13,7 +13,7 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
 from tests import processes
-from tests.comparing import state
+from tests.comparing import assert_equal, state
 from tests.models import Regression, loader
 from tests.trainers import logged, pipeline, trainer
 
@@ -75,10 +75,6 @@ def fit(devices: int, wire: str | None, rounds: bool = False, stages: int = 2, *
     return state(model)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Relative distance of all weights."""
     flat, others = (torch.cat([weights[name].flatten() for name in one]) for weights in (one, other))
@@ -132,20 +128,20 @@ ranks = processes.shared(2, lambda rank: in_rank())
 def in_two(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
     """The weights of two processes, which agree."""
     found, other = (rank["weights"] for rank in ranks)
-    assert all(same(found[name], other[name]) for name in CASES)
+    assert_equal(found, other)
     return found
 
 
 def test_bf16_on_the_wire_is_rounding_in_one_process_bit_for_bit(in_two: dict[str, dict[str, Tensor]]) -> None:
     rounding, exact = fit(1, None, rounds=True), fit(1, None)
-    assert same(in_two["bf16"], rounding)
+    assert_equal(in_two["bf16"], rounding)
     assert 0 < distance(exact, rounding) < 1e-3
-    assert same(in_two["exact"], exact)
+    assert_equal(in_two["exact"], exact)
 
 
 def test_int8_is_the_same_whatever_the_order_and_stays_close(in_two: dict[str, dict[str, Tensor]]) -> None:
-    assert same(in_two["int8"], in_two["int8 in another order"])
-    assert same(in_two["rolling int8"], in_two["rolling int8 again"])
+    assert_equal(in_two["int8"], in_two["int8 in another order"])
+    assert_equal(in_two["rolling int8"], in_two["rolling int8 again"])
     pairs = {"int8": "exact", "zb_h1 int8": "exact", "rolling int8": "rolling", "2bw int8": "2bw"}
     for rounded, exact in pairs.items():
         assert 0 < distance(in_two[exact], in_two[rounded]) < 1e-2
@@ -175,7 +171,7 @@ def broadcast() -> list[dict[str, Tensor]]:
 @pytest.mark.slow
 def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
     first, _, last = processes.everywhere(3, broadcast, folder=tmp_path)
-    assert same(first[0], last[1])
+    assert_equal(first[0], last[1])
     assert 0 < distance(last[2], first[0]) < 1e-2
 
 
