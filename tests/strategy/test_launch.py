@@ -183,7 +183,7 @@ def await_file(path: Path, training: Any = None) -> None:
 
 
 def train_in_two(may_end: Path, folder: Path, port: int) -> None:
-    steps = processes.each(2, training_until, may_end, folder=folder, port=port)
+    steps = processes.results(processes.run(2, training_until, may_end, folder=folder, port=port))
     (folder / "steps").write_text(json.dumps(steps))
 
 
