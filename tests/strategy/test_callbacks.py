@@ -434,7 +434,7 @@ def read(devices: int, make: Any) -> list[Any]:
     """What a callback finds in training, validation, test and prediction; then what is predicted, if it is wanted."""
     callback = make()
     runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[callback])
-    module, data = Returning(), loader(MLP, 16, 4)
+    (module, _), data = twins(Returning), loader(MLP, 16, 4)
     runner.fit(module, data, data)
     runner.test(module, data, verbose=False)
     return [*callback.found, runner.predict(module, data, return_predictions=make is Keeps)]
