@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
@@ -105,17 +106,37 @@ def results(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
+def each(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """What ``function(rank, *args)`` gives in each of the processes."""
+    return results(run(world_size, function, *args, folder=folder))
+
+
+def everywhere(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """What ``function(*args)`` gives in each of the processes."""
+    return each(world_size, lambda rank: function(*args), folder=folder)
+
+
+def shared(world_size: int, function: Callable[[int], Any]) -> Any:
+    """A fixture: what ``function(rank)`` gives in each of the processes, for all tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+        return each(world_size, function, folder=tmp_path_factory.mktemp("shared"))
+
+    return found
+
+
 def num_processes() -> int:
     """How many there are; in one of them, before the end of a training clears the environment."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def two_and_one(function: Callable[..., Any], folder: Path, *args: Any) -> tuple[list[Any], Any]:
-    """What ``function(rank, folder, *args)`` gives in each of two processes and in one, in folders of their own."""
+    """What ``function(folder, *args)`` gives in each of two processes and in one, in folders of their own."""
     found = []
     for sub, count in (("two", 2), ("one", 1)):
         (folder / sub).mkdir()
-        found.append(results(run(count, function, folder / sub, *args, folder=folder)))
+        found.append(everywhere(count, function, folder / sub, *args, folder=folder))
     return found[0], found[1][0]
 
 

@@ -76,11 +76,7 @@ def test_the_schedules_are_measured(tmp_path: Path) -> None:
 
 def test_plans_for_unequal_links_are_predicted_by_sleeps_and_rates_alone() -> None:
     setting = spp.SETTINGS["two pairs"]
-    assert spp.strategies(setting)["pipedream"] == {
-        "split_points": ["units.4"],
-        "costs": "flops",
-        "replicas": [2, 2],
-    }
+    assert spp.strategies(setting)["pipedream"] == {"split_points": ["units.4"], "costs": "flops", "replicas": [2, 2]}
     alone_s = spp.UNITS * (spp.FORWARD_S + spp.BACKWARD_S) * spp.MICROBATCHES
     slowest, parameters = 12.5e6, spp.UNITS * spp.PARAMETER_BYTES
     reduced_s = 2 * 3 / 4 * parameters / slowest
@@ -278,7 +274,7 @@ def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path, monkeypat
 
     def forked(function: Callable[..., Any], arguments: Sequence[Any], world_size: int, megabits: object) -> list[Any]:
         """The sides take turns in processes of their own, of which each would else import all libraries anew."""
-        return processes.results(processes.run(world_size, as_rank, function, arguments, folder=tmp_path))
+        return processes.each(world_size, as_rank, function, arguments, folder=tmp_path)
 
     monkeypatch.setattr(finetune, "launch", forked)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--quick", "--json", str(tmp_path / "found.json")])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.driver import Engine, accumulate, assert_same_parameters
+from tests.comparing import assert_same_parameters
+from tests.driver import Engine, accumulate
 from tests.models import MODELS, Regression
 
 SCHEDULES = ("afab", "1f1b", "advance_forward")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.commands import run
+from tests.comparing import assert_close
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = EXAMPLES.parent / "configs" / "language_model.yaml"
@@ -85,10 +86,7 @@ def test_an_example_trains_over_two_processes_to_the_weights_of_one(name: str, t
         return torch.load(checkpoint, weights_only=False)["state_dict"]
 
     plain = weights("plain", "--trainer.devices=1", "--trainer.strategy.num_stages=1")
-    piped = weights("piped", "--trainer.devices=2")
-    assert piped.keys() == plain.keys()
-    for key, value in plain.items():
-        torch.testing.assert_close(piped[key], value, rtol=1e-6, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+    assert_close(weights("piped", "--trainer.devices=2"), plain, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.slow

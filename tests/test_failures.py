@@ -74,7 +74,7 @@ def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
 
 
 def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_path: Path) -> None:
-    last, first = processes.results(processes.run(2, preempted, tmp_path, folder=tmp_path))
+    last, first = processes.each(2, preempted, tmp_path, folder=tmp_path)
     assert last == (8, ["requeue"])
     assert first == (8, [])
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
@@ -92,7 +92,7 @@ class Interrupted(MLP):
         return super().forward(x)
 
 
-def interrupted(rank: int, folder: Path) -> tuple[int, list[str]]:
+def interrupted(folder: Path) -> tuple[int, list[str]]:
     called: list[str] = []
     signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
     os.environ["SLURM_JOB_ID"] = "7"
@@ -102,7 +102,7 @@ def interrupted(rank: int, folder: Path) -> tuple[int, list[str]]:
 
 
 def test_a_requeue_in_the_midst_of_a_step_saves_behind_its_batch(tmp_path: Path) -> None:
-    assert processes.results(processes.run(1, interrupted, tmp_path, folder=tmp_path)) == [(8, ["requeue"])]
+    assert processes.everywhere(1, interrupted, tmp_path, folder=tmp_path) == [(8, ["requeue"])]
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
     assert saved["global_step"] == 2
     assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == 2

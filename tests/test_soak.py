@@ -22,7 +22,7 @@ FILES = 256
 LEAVE_S = 5.0
 
 
-def trainers(rank: int, count: int, folder: Path) -> list[tuple[int, int, int]]:
+def trainers(count: int, folder: Path) -> list[tuple[int, int, int]]:
     """Threads, files and listening sockets after each of several trainers."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
     counts = []
@@ -51,7 +51,7 @@ def settled(count: Callable[[], int], before: Sequence[int]) -> int:
 
 @pytest.mark.slow
 def test_a_trainer_needs_no_more_threads_files_and_sockets_than_the_one_before(tmp_path: Path) -> None:
-    for rank, counts in enumerate(processes.results(processes.run(2, trainers, 7, tmp_path, folder=tmp_path))):
+    for rank, counts in enumerate(processes.everywhere(2, trainers, 7, tmp_path, folder=tmp_path)):
         threads, files, listening = zip(*counts, strict=True)
         assert max(threads[2:]) <= max(threads[:2])
         assert max(files[4:]) <= max(files[:4])

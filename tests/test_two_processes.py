@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe.comm.collectives import Collectives
 from tests import processes
-from tests.averaging.models import assert_equal, state
+from tests.comparing import assert_equal, state
 from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, loader
 from tests.processes import num_processes, two_and_one
 from tests.trainers import pipeline
 
 
-def fit(folder: Path, devices: int, rank: int, kind: type[Regression]) -> dict[str, Any]:
+def fit(folder: Path, devices: int, kind: type[Regression]) -> dict[str, Any]:
     """Everything that a training leaves behind, from the point of view of one rank."""
     torch.manual_seed(5)
     model = kind("adamw")
@@ -43,7 +43,7 @@ def fit(folder: Path, devices: int, rank: int, kind: type[Regression]) -> dict[s
         "best": Path(checkpoint.best_model_path).name,
         "step": runner.global_step,
         "predicted": runner.predict(model, data[1]),
-        "of rank 0": (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
+        "of rank 0": (folder / "csv" / "version_0" / "metrics.csv").read_text() if runner.is_global_zero else None,
     }
 
 
@@ -123,11 +123,11 @@ FAST = ("UNet", "two stages in each process", "statistics", "a conjugated tensor
 SLOW = tuple(name for name in (*KINDS, *CASES) if name not in FAST)
 
 
-def all_of(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def all_of(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """What each of several trainings leaves behind."""
     devices = num_processes()
     return {
-        name: fit(folder / name, devices, rank, KINDS[name])
+        name: fit(folder / name, devices, KINDS[name])
         if name in KINDS
         else trained(folder / name, devices, *CASES[name])
         for name in names
@@ -281,15 +281,15 @@ def refused() -> str:
     return str(caught.value)
 
 
-def one_by_one(rank: int, folder: Path) -> list[Any]:
-    return [fit_stream(folder), fit_limited(), owned(), watched(), refused(), (in_all(3), in_all(6))]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of these gives on both ranks, and which ranks read the stream."""
     folder = tmp_path_factory.mktemp("both")
-    ranks = processes.results(processes.run(2, one_by_one, folder, folder=folder))
+    ranks = processes.everywhere(
+        2,
+        lambda: [fit_stream(folder), fit_limited(), owned(), watched(), refused(), (in_all(3), in_all(6))],
+        folder=folder,
+    )
     return [*zip(*ranks, strict=True), [path.name for path in folder.glob("read-*")]]
 
 
@@ -335,7 +335,7 @@ class Silent(MLP):
         return self.loss(batch)
 
 
-def with_default_device(rank: int, devices: int, default: str) -> dict[str, Tensor]:
+def with_default_device(devices: int, default: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Silent()  # and so does the state of torch's other optimizers
     model.on_train_start = lambda: torch.set_default_device(default)  # type: ignore[method-assign]
@@ -348,6 +348,5 @@ def with_default_device(rank: int, devices: int, default: str) -> dict[str, Tens
 
 @pytest.mark.slow  # what makes tensors says on which device: tests/test_house.py
 def test_processes_train_the_same_with_another_default_device(tmp_path: Path) -> None:
-    expected = with_default_device(0, 1, "cpu")
-    for found in processes.results(processes.run(2, with_default_device, 2, "meta", folder=tmp_path)):
-        assert_equal(found, expected)
+    expected = with_default_device(1, "cpu")
+    assert_equal(processes.everywhere(2, with_default_device, 2, "meta", folder=tmp_path), [expected] * 2)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.planning import Plan
-from tests.driver import accumulate, assert_same_parameters
+from tests.comparing import assert_same_parameters
+from tests.driver import accumulate
 from tests.models import Regression, loader
 
 MICROBATCHES = 4  # a power of two: dividing by it is exact, so both trainings agree bit for bit

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from tests.comparing import state
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
 
@@ -91,11 +92,6 @@ class Models(L.Callback):
             self.reference = state(reference)
 
 
-def state(module: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers as of now."""
-    return {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
-
-
 def train(module: Any, data: Any, num_stages: int = 1, validation: Any = None, **strategy: Any) -> Models:
     """Train an epoch; gives the parallel models."""
     models = Models()
@@ -106,26 +102,3 @@ def train(module: Any, data: Any, num_stages: int = 1, validation: Any = None, *
     runner.fit(module, data, validation, ckpt_path=options.pop("ckpt_path", None))
     models.trainer = runner
     return models
-
-
-def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    """Compare trees of tensors and numbers by name, bit for bit."""
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), f"{where} differs"
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key, value in one.items():
-            assert_equal(value, other[key], f"{where}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for i, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            assert_equal(mine, theirs, f"{where}.{i}")
-    else:
-        assert one == other, f"{where} differs"
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Compare tensors by name, to rounding."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
+from tests.comparing import assert_equal
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
 
@@ -43,8 +44,7 @@ def test_a_parameter_is_averaged_the_same_whatever_its_size_and_whatever_is_besi
     large = [torch.full((17 * 1024**2,), float(i)) for i in range(3)]  # so much is averaged in parts
     average([[large[i], *m] for i, m in enumerate(made)], [large[2], *reference], 0.25, 2.0, 1)
     average(alone[:2], alone[2], 0.25, 2.0, 1)
-    for found, expected in zip((*made, reference), alone, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert_equal((*made, reference), alone)
     assert [t[-1].item() for t in large] == [t[0].item() for t in large]
 
 

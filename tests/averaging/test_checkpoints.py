@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
-from tests.averaging.models import Models, Net, assert_equal, state
+from tests.averaging.models import Models, Net
 from tests.averaging.test_equations import NESTEROV
+from tests.comparing import assert_equal, state
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import SavesAtStart, pipeline, trainer
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import Models, Net, assert_equal, state, train
+from tests.averaging.models import Models, Net, train
 from tests.averaging.test_equations import NESTEROV, ByHand, doubled, of
 from tests.averaging.test_groups import share, trained
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -35,7 +36,7 @@ def of_groups(folder: Path, groups: int, rank: int, path: Path | None = None, **
     return seen.models, state(model)
 
 
-def measured(rank: int) -> str:
+def measured() -> str:
     """What the plan says of groups of two stages, by the links between them."""
     averaging = Averaging(groups=2, every=4, fragments=2, delay=2, alpha=1.0, outer_optimizer=NESTEROV, wire="bf16")
     strategy = {"split_points": ["layers.4"], "num_microbatches": 2, "averaging": averaging}
@@ -49,13 +50,13 @@ def two_groups(rank: int, folder: Path) -> Any:
     through = of_groups(folder / "two", 2, rank)
     again = of_groups(folder / "again", 2, rank, folder / "one" / "step=4.ckpt")
     rounded = [of_groups(folder / name, 2, rank, wire="int8") for name in ("int8", "repeated")]
-    return through, again, rounded, measured(rank)
+    return through, again, rounded, measured()
 
 
 @pytest.mark.slow
 def test_two_groups_are_two_pipelines_also_if_they_resume_or_round(tmp_path: Path) -> None:
     expected = of_groups(tmp_path / "one", 1, 0)
-    results = processes.results(processes.run(2, two_groups, tmp_path, folder=tmp_path))
+    results = processes.each(2, two_groups, tmp_path, folder=tmp_path)
     for g, (*found, (rounded, repeated), plan) in enumerate(results):
         for models, left in found:
             assert_equal(trained(models[0]), trained(expected[0][g]))
@@ -127,11 +128,7 @@ def test_without_a_delay_torchft_does_the_same(tmp_path: Path) -> None:
         module, loader(MLP, 128, 8), num_stages=2, trainer={"precision": "64-true"},
         averaging=Averaging(every=4, fragments=2, alpha=1.0, outer_optimizer=NESTEROV),
     )  # fmt: skip
-    for model, other in zip(
-        found.models, processes.results(processes.run(2, by_torchft, folder=tmp_path)), strict=True
-    ):
-        for name, tensor in other.items():
-            torch.testing.assert_close(model[name], tensor, rtol=0, atol=1e-12)
+    assert_close(found.models, processes.each(2, by_torchft, folder=tmp_path), rtol=0, atol=1e-12)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
-from tests.averaging.models import Batches, Net, Unsized, assert_close, assert_equal, state
+from tests.averaging.models import Batches, Net, Unsized
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 from tests.weights.test_initialisation import Mixed
@@ -164,13 +165,7 @@ def in_order(rank: int) -> Any:
     return found
 
 
-def in_two(rank: int) -> Any:
-    return in_order(rank), divided(rank)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return processes.results(processes.run(2, in_two, folder=tmp_path_factory.mktemp("two")))
+found = processes.shared(2, lambda rank: (in_order(rank), divided(rank)))
 
 
 def test_the_next_step_waits_for_the_other_groups_unless_a_hook_may_look_before(found: list[Any]) -> None:
@@ -282,7 +277,7 @@ def all_of_it(rank: int, folder: Path) -> Any:
 @pytest.mark.slow
 def test_two_groups_scale_reconfigure_and_begin_on_meta_as_two_pipelines(tmp_path: Path) -> None:
     groups, one = tmp_path / "groups", tmp_path / "one"
-    results = processes.results(processes.run(GROUPS, all_of_it, groups, folder=tmp_path))
+    results = processes.each(GROUPS, all_of_it, groups, folder=tmp_path)
     weights, scale = scaled(None)
     left, numbers, steps = reconfigured(None)
     held = begun_on_meta(None, one)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Models, Net, train
+from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline, trainer
@@ -210,8 +211,7 @@ def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
         runner.fit(model, datamodule=data)
         assert (data.batch_size, runner.global_step) == (4, 6)
         found.append([*models.models, models.reference, state(model)])
-    for tried, straight in zip(*found, strict=True):
-        assert_equal(tried, straight)
+    assert_equal(*found)
 
 
 # -- what would leave pipeline 0's model alone -------------------------------------------------------------------------

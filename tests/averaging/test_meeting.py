@@ -121,11 +121,7 @@ def made_of(kind: Any, gradients: Sequence[float | None], **options: Any) -> tor
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (torch.optim.AdamW, {"amsgrad": True}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.Adafactor, {}),
-    ],
+    [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adafactor, {})],
 )
 def test_states_are_those_of_group_0_even_where_others_have_more_or_fewer(kind: Any, options: Any) -> None:
     first = made_of(kind, (1.0, None, 2.0), **options)

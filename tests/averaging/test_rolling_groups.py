@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, Unsized, assert_equal, state
+from tests.averaging.models import Batches, Models, Net, Unsized
+from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Interrupts, Scaled, newest_first
@@ -174,7 +175,7 @@ def two_groups(rank: int, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("groups")
-    return processes.results(processes.run(GROUPS, two_groups, folder, folder=folder))
+    return processes.each(GROUPS, two_groups, folder, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +189,7 @@ def test_groups_that_roll_equal_a_plain_loop(
     for g in range(GROUPS):
         own, left, _, steps = found[g][name]
         assert steps == epochs * BATCHES // models
-        for parallel, plain in zip(own, loop.models[g], strict=True):
-            assert_equal(trained(parallel), trained(state(plain)))
+        assert_equal([trained(parallel) for parallel in own], [trained(state(plain)) for plain in loop.models[g]])
         assert_equal(trained(left), trained(state(loop.reference)))
 
 
@@ -245,10 +245,9 @@ def of_two_stages(rank: int) -> dict[str, Tensor]:
 
 
 def test_every_process_of_a_group_finds_the_statistics_of_the_reference(tmp_path: Path) -> None:
-    found = processes.results(processes.run(2 * GROUPS, of_two_stages, folder=tmp_path))
+    found = processes.each(2 * GROUPS, of_two_stages, folder=tmp_path)
     assert found[0]["first.1.num_batches_tracked"] > 0
-    for other in found[1:]:
-        assert_equal(other, found[0])
+    assert_equal(found, [found[0]] * len(found))
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(found: list[Any]) -> None:

@@ -19,7 +19,8 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import Batches, Net, assert_equal, state
+from tests.averaging.models import Batches, Net
+from tests.comparing import assert_equal, state
 from tests.models import loader
 from tests.trainers import pipeline, trainer
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_avgpipe import Averaging, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, state, train
+from tests.averaging.models import Batches, Models, Net, train
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -110,18 +111,16 @@ def fit_rolling(folder: Path, devices: int, ckpt_path: Path | None = None) -> An
     return dict(model.state_dict())
 
 
-def in_two(rank: int, folder: Path) -> Any:
+def in_two(folder: Path) -> Any:
     return fit_rolling(folder / "two", 2), fit_rolling(folder / "again", 2, folder / "two" / "step=3.ckpt")
 
 
 def test_two_processes_divide_batches_as_one_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     expected = fit_rolling(tmp_path / "one", 1)
-    for found, resumed in processes.results(processes.run(2, in_two, tmp_path, folder=tmp_path)):
-        assert_equal(found, expected)
-        assert_equal(resumed, expected)
+    assert_equal(processes.everywhere(2, in_two, tmp_path, folder=tmp_path), [(expected, expected)] * 2)
 
 
-def in_groups(rank: int) -> Any:
+def in_groups() -> Any:
     found = []
     dividing = {"num_pipelines": 2, "averaging": Averaging(groups=2, split_batches=True, outer_lr=1.0)}
     for strategy in ({"replicas": 2, "num_microbatches": 4}, {**dividing, "num_microbatches": 2}):
@@ -134,7 +133,7 @@ def in_groups(rank: int) -> Any:
 
 @pytest.mark.slow
 def test_groups_whose_models_divide_batches_train_as_replicas(tmp_path: Path) -> None:
-    for expected, found in processes.results(processes.run(4, in_groups, folder=tmp_path)):
+    for expected, found in processes.everywhere(4, in_groups, folder=tmp_path):
         assert_close(found, expected)
 
 

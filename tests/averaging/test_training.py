@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
-from tests.averaging.models import Batches, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Net, train
+from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -157,9 +158,7 @@ def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkey
             found = train(model, loader(Net, 44, 8), num_stages, loader(Net, 8, 4), num_pipelines=3, schedule=schedule)
         metrics = {name: value for name, value in found.trainer.callback_metrics.items() if "val" not in name}
         results.append([*found.models, found.reference, metrics])
-    for other in results[1:]:
-        for one, found in zip(results[0], other, strict=True):
-            assert_equal(one, found)
+    assert_equal(results, [results[0]] * len(results))
 
 
 def test_batches_are_read_once_and_in_turn_and_lightning_sees_those_of_pipeline_0() -> None:

@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
-from tests.averaging.models import Models, Net, assert_close, assert_equal, state
+from tests.averaging.models import Models, Net
 from tests.averaging.test_checkpoints import LATE
 from tests.averaging.test_checkpoints import fit as fit_late
 from tests.averaging.test_finite import Poisoned, data
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
@@ -85,7 +86,7 @@ def reads(devices: int) -> list[int]:
     return seen
 
 
-def all_of(rank: int, folder: Path) -> Any:
+def all_of(folder: Path) -> Any:
     through = fit(folder / "two", 2)
     resumed = fit(folder / "again", 2, folder / "two" / "step=2.ckpt")
     moved = fit_late(2, devices=2, moves=["last"], averaging=LATE).left
@@ -99,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_two(folder: Path) -> list[Any]:
-    return processes.results(processes.run(2, all_of, folder, folder=folder))
+    return processes.everywhere(2, all_of, folder, folder=folder)
 
 
 def test_two_processes_train_the_models_of_one(in_two: list[Any], folder: Path) -> None:

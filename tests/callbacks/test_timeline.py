@@ -18,7 +18,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.utils.device import DeviceClock, DevicePort, Moment
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_same_parameters
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer, twins
 
@@ -147,7 +147,7 @@ def test_a_failed_training_records_no_longer(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-def fit(rank: int) -> list[int]:
+def fit() -> list[int]:
     """One pipeline, and then two, in the same two processes."""
     steps = []
     for strategy, every in (
@@ -165,7 +165,7 @@ def fit(rank: int) -> list[int]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two processes that have written timelines."""
     folder = tmp_path_factory.mktemp("two")
-    assert processes.results(processes.run(2, fit, folder=folder)) == [[4, 2]] * 2
+    assert processes.everywhere(2, fit, folder=folder) == [[4, 2]] * 2
     return folder
 
 
@@ -203,7 +203,7 @@ def test_two_processes_write_one_trace_on_one_clock(recorded: Path) -> None:
         assert any(event.get("cat") == "wait" for event in trace["traceEvents"])
 
 
-def fit_replicas(rank: int, folder: Path) -> int:
+def fit_replicas(folder: Path) -> int:
     callback = PipelineTimeline(every_n_steps=2, dirpath=folder)
     runner = pipeline(2, 3, {"replicas": [2, 1], "num_microbatches": 4}, callbacks=[callback], max_epochs=1)
     runner.fit(MLP(), loader(MLP, 16, 8))
@@ -212,7 +212,7 @@ def fit_replicas(rank: int, folder: Path) -> int:
 
 @pytest.mark.slow
 def test_replicas_of_a_stage_have_rows_of_their_own(tmp_path: Path) -> None:
-    assert processes.results(processes.run(3, fit_replicas, tmp_path, folder=tmp_path)) == [2, 2, 2]
+    assert processes.everywhere(3, fit_replicas, tmp_path, folder=tmp_path) == [2, 2, 2]
     trace = json.loads((tmp_path / "trace_step=000002.json").read_text())
     found = {(e["pid"], e["args"]["stage"], e["args"]["micro_batch"] % 2) for e in actions(trace)}
     assert found == {(1, 0, 0), (2, 0, 1), (0, 1, 0), (0, 1, 1)}

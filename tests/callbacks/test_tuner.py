@@ -31,8 +31,8 @@ from lightning_avgpipe.tuning.profile import Setting, from_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import Result
 from tests import processes
-from tests.averaging.models import assert_equal
-from tests.averaging.models import state as weights_of
+from tests.comparing import assert_equal
+from tests.comparing import state as weights_of
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_rolling import Changing, Clears, Measured
 from tests.trainers import pipeline, trainer
@@ -366,7 +366,7 @@ def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoint
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def tuned(rank: int, folder: Path) -> dict[str, Any]:
+def tuned(folder: Path) -> dict[str, Any]:
     """Tune with a stage that is short of memory; resume; and train by hand."""
     found: dict[str, Any] = {}
     like(Setting(2, 2, 1), Setting(4, 2, 1))
@@ -396,7 +396,7 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp_path: Path) -> None:
-    outcomes = processes.results(processes.run(2, tuned, tmp_path, folder=tmp_path))
+    outcomes = processes.everywhere(2, tuned, tmp_path, folder=tmp_path)
     for found in outcomes:
         assert found["result"] == outcomes[0]["result"] == found["reused"]
         setting = found["result"].choice.setting

@@ -66,7 +66,7 @@ def test_a_limit_on_memory_is_obeyed() -> None:
     assert all(stage.memory.total <= 5 * 1024 for stage in plan.stages)
 
 
-def train_measured(rank: int, folder: Path) -> tuple[str, Any, list[float]]:
+def train_measured(folder: Path) -> tuple[str, Any, list[float]]:
     torch.manual_seed(5)
     options = {"costs": "measured", "costs_cache": folder / "costs", "num_microbatches": 2}
     runner = pipeline(4, 2, options, max_epochs=1)
@@ -80,7 +80,7 @@ def train_measured(rank: int, folder: Path) -> tuple[str, Any, list[float]]:
 
 
 def test_all_processes_follow_the_plan_that_rank_zero_measured(tmp_path: Path) -> None:
-    zero, one = processes.results(processes.run(2, train_measured, tmp_path, folder=tmp_path))
+    zero, one = processes.everywhere(2, train_measured, tmp_path, folder=tmp_path)
     assert zero[0] == one[0] and "expected: " in zero[0]
     assert zero[2] == one[2]
     links = zero[1]

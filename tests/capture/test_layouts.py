@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe.errors import CaptureError
+from tests.comparing import assert_equal
 from tests.trainers import pipeline, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state")
@@ -98,7 +99,7 @@ def test_stages_compute_with_sparse_matrices_what_one_process_does(
         module = kind(make)
         fit(module, batches(make), stages)
         found.append({name: p.detach() for name, p in module.named_parameters()})
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert_equal(*found)
 
 
 def test_no_cut_separates_who_makes_a_sparse_value_from_who_uses_it() -> None:

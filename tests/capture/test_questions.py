@@ -16,7 +16,8 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
-from tests.driver import Engine, accumulate, assert_same_gradients
+from tests.comparing import assert_same_gradients
+from tests.driver import Engine, accumulate
 from tests.trainers import pipeline
 
 

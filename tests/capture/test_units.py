@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.planning.divisible import Divisible
-from tests.driver import Engine, accumulate, assert_same_gradients
+from tests.comparing import assert_same_gradients
+from tests.driver import Engine, accumulate
 from tests.trainers import trainer
 
 

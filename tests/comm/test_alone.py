@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -127,7 +127,7 @@ def trained(devices: int, make: Any, **options: Any) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def on_two(rank: int) -> Any:
+def on_two() -> Any:
     asking = trained(2, AsksNobody)  # first: later Trainers make groups, too
     gathering = [trained(2, Gathers, costs="measured"), trained(2, Gathers, recompute=True, num_pipelines=2)]
     assert dist.is_initialized()
@@ -138,9 +138,7 @@ def on_two(rank: int) -> Any:
     return gathering, asking, model.seen, str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return processes.results(processes.run(2, on_two, folder=tmp_path_factory.mktemp("two")))
+found = processes.shared(2, lambda rank: on_two())
 
 
 def test_a_step_that_gathers_over_processes_trains_as_in_one_process(found: list[Any]) -> None:

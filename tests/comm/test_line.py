@@ -339,7 +339,7 @@ class Counting(L.Callback):
         self.threads = [name for name in threads() if name != "avgpipe collective"]
 
 
-def trained(rank: int) -> list[list[str]]:
+def trained() -> list[list[str]]:
     found = []
     for count in (1, 4):
         counting = Counting()
@@ -350,7 +350,7 @@ def trained(rank: int) -> list[list[str]]:
 
 def test_further_pipelines_take_no_threads(tmp_path: Path) -> None:
     """Two, and two for each process that this one sends to or receives from."""
-    for rank, (one, four) in enumerate(processes.results(processes.run(3, trained, folder=tmp_path))):
+    for rank, (one, four) in enumerate(processes.everywhere(3, trained, folder=tmp_path)):
         assert one == four
         others = [other for other in range(3) if other != rank]
         lines = {f"avgpipe {end} rank {other}" for other in others for end in ("send to", "receive from")}

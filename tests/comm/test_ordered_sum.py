@@ -47,7 +47,7 @@ def summed(rank: int) -> list[bool]:
 
 
 def test_terms_are_added_in_their_order(tmp_path: Path) -> None:
-    assert processes.results(processes.run(3, summed, folder=tmp_path)) == [[True] * 7, [True] * 7, [True] * 2]
+    assert processes.each(3, summed, folder=tmp_path) == [[True] * 7, [True] * 7, [True] * 2]
     sources, length, dtype = CASES[2]
     given = terms(len(sources), length, dtype)
     assert not torch.equal(reduce(torch.add, given), reduce(torch.add, given[::-1])), "the order makes a difference"

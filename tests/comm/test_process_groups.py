@@ -75,7 +75,7 @@ def idle(rank: int, pauses: Sequence[Callable[[], None]]) -> list[list[float]]:
 
 
 def test_a_job_goes_on_after_pauses_longer_than_the_limit_of_connections(tmp_path: Path) -> None:
-    found = processes.results(processes.run(2, idle, (compute_for_long, be_suspended), folder=tmp_path))
+    found = processes.each(2, idle, (compute_for_long, be_suspended), folder=tmp_path)
     assert found == [[[7.0, 2.0]] * 2] * 2
 
 

@@ -14,13 +14,7 @@ import torch
 from lightning_avgpipe.comm import waits
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.topology import (
-    DeviceLayout,
-    StageMap,
-    names,
-    pairs,
-    subsets,
-)
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names, pairs, subsets
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.device import DevicePort
 from tests.threads import CPU

@@ -11,7 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.driver import Engine, accumulate, assert_same_gradients
+from tests.comparing import assert_same_gradients
+from tests.driver import Engine, accumulate
 
 WIDTH, NUM_MICROBATCHES = 8, 4
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.models import MLP, LSTMStack, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 from tests.zoo.own_models import BatchNorms, Hooked, Own
@@ -64,9 +64,7 @@ def test_weights_are_the_same_bitwise(kind: Any, strategy: dict[str, Any]) -> No
     example = kind.example if issubclass(kind, Own) else lambda size, length: kind.example(size)
     data = DataLoader([example(size, 4) for size in (8, 8, 6)], batch_size=None)  # the last batch is smaller
     plain, compiled = trained(model, data, False, **strategy), trained(model, data, SAME, **strategy)
-    assert_same_parameters(plain, compiled)
-    for (name, one), other in zip(plain.named_buffers(), compiled.buffers(), strict=True):
-        assert torch.equal(one, other), name
+    assert_equal(plain, compiled)
 
 
 @pytest.mark.slow
@@ -111,7 +109,7 @@ def test_each_class_of_units_is_compiled_once_and_parallel_models_share_it() -> 
     assert len(graphs) == first
 
 
-def two_processes(rank: int, model: Any, data: Any) -> dict[str, Tensor]:
+def two_processes(model: Any, data: Any) -> dict[str, Tensor]:
     runner = pipeline(2, 2, strategy={"num_microbatches": 2, "compile": SAME}, max_epochs=1)
     runner.fit(model, data)
     return runner.strategy.lightning_module_state_dict()
@@ -121,11 +119,8 @@ def two_processes(rank: int, model: Any, data: Any) -> dict[str, Tensor]:
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
-    one = trained(model, data, SAME).state_dict()
-    found = processes.results(processes.run(2, two_processes, model, data, folder=tmp_path))[0]
-    assert one.keys() == found.keys()
-    for name, value in one.items():
-        assert torch.equal(value, found[name]), name
+    found, _ = processes.everywhere(2, two_processes, model, data, folder=tmp_path)
+    assert_equal(found, state(trained(model, data, SAME)))
 
 
 def test_a_unit_that_cannot_be_compiled_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +15,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
-from tests.averaging.models import assert_equal, train
+from tests.averaging.models import train
+from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 
 
@@ -89,14 +89,13 @@ class Hidden(Layers):
 )
 def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recompute: Any) -> None:
     model = Hidden(kind)
-    before = copy.deepcopy(model.state_dict())
+    before = state(model)
     says = rf"pipeline 1 ran, training_step used '{model.name}' \(at test_inspection.py:\d+ in .* of another parallel"
     if num_stages > 2 and kind == "a buffer that changes":  # which its stage cannot leave, with one model either
         says = r"unit 'function' at test_inspection.py:\d+ in forward reads a tensor that unit 'norm'"
     with pytest.raises((ConfigurationError, PartitionError), match=says):
         train(model, loader(MLP, 32, 8), num_stages, recompute=recompute)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name])
+    assert_equal(dict(model.named_parameters()), {name: before[name] for name, _ in model.named_parameters()})
 
 
 def test_it_is_refused_when_parallel_models_come_later() -> None:
@@ -132,8 +131,7 @@ def test_containers_within_each_other_hold_each_models_own() -> None:
     for kind in (Nested, Plain):
         torch.manual_seed(3)
         found.append(train(kind(), loader(MLP, 48, 8), 2, num_pipelines=3).models)
-    for one, other in zip(*found, strict=True):
-        assert_equal(one, other)
+    assert_equal(*found)
 
 
 class Constants(Layers):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import processes
+from tests.comparing import assert_equal, state
 from tests.manual_models import Manual
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
@@ -152,8 +153,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
         strategy = {"timeout": timedelta(seconds=20)}
         runner = trainer() if devices == 1 else pipeline(devices, devices, strategy=strategy)
         runner.fit(module, loader(MLP, 16, 4, shuffle=True))
-        metrics = {name: value.clone() for name, value in runner.callback_metrics.items()}
-        found[model.__name__] = {name: value.clone() for name, value in module.state_dict().items()} | metrics
+        found[model.__name__] = state(module), dict(runner.callback_metrics)
     return found
 
 
@@ -161,11 +161,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
     models = (Attributes, Regions, ByHand)
     one = fit(0, 1, *models)
-    for rank in processes.results(processes.run(2, fit, 2, *models, folder=tmp_path)):
-        for model, expected in one.items():
-            assert rank[model].keys() == expected.keys()
-            for name, value in expected.items():
-                assert torch.equal(rank[model][name], value), f"{model}: {name}"
+    assert_equal(processes.each(2, fit, 2, *models, folder=tmp_path), [one, one])
 
 
 @pytest.mark.parametrize(

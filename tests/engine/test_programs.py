@@ -19,7 +19,7 @@ from lightning_avgpipe.engine import stage_step
 from lightning_avgpipe.engine.part import Part, Replayed
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.errors import StepChangedError
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.trainers import pipeline
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe.errors import ConfigurationError, OnlyInUnitsError
 from tests.commands import run
-from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.comparing import assert_same_gradients, assert_same_parameters
+from tests.driver import Engine, accumulate
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 

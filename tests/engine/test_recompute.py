@@ -20,7 +20,7 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning import Memory
 from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.driver import Engine
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline
@@ -100,7 +100,7 @@ def test_weights_buffers_and_logs_are_the_same_bitwise(
     model = make()
     plain, rows = outcome(model, tmp_path, False, num_stages, schedule)
     again, other_rows = outcome(model, tmp_path, recompute, num_stages, schedule)
-    assert_equal(plain.state_dict(), again.state_dict())
+    assert_equal(plain, again)
     assert rows == other_rows
     if isinstance(plain, Counters):
         assert plain.steps == 12

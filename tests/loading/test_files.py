@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_avgpipe import from_pretrained, save_pretrained
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.initialisation import Origin
+from tests.comparing import assert_equal
 from tests.loading.languages import (
     Tuning,
     assert_same_files,
@@ -311,8 +312,7 @@ def test_adapters_in_files_are_merged_into_a_model_that_nobody_has_read(tmp_path
     model = peft.PeftModel.from_pretrained(read(tmp_path / "model"), tmp_path / "adapters")
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     save_pretrained(model, tmp_path / "merged", merge=True, max_shard_size="20KB")
-    for name, value in before.items():
-        assert torch.equal(model.get_parameter(name), value), name
+    assert_equal({name: model.get_parameter(name) for name in before}, before)
     plain.merge_and_unload().save_pretrained(tmp_path / "plainly merged")
     assert_same_files(tmp_path / "merged", tmp_path / "plainly merged")
 

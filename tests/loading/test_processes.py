@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_avgpipe import AvgPipeStrategy, save_pretrained
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
+from tests.comparing import assert_equal
 from tests.loading.languages import (
     Tuning,
     assert_same_files,
@@ -75,7 +76,7 @@ def trained(folder: Path, way: str, kind: type[Tuning] = Saves) -> Trained:
     return Trained(held, float(run.callback_metrics["loss"]), str(run.strategy.plan))
 
 
-def work(rank: int, folder: Path, ways: list[str]) -> tuple[dict[str, Trained], str]:
+def work(folder: Path, ways: list[str]) -> tuple[dict[str, Trained], str]:
     """Train and write in all ways; and what is said where rank 0 cannot write."""
     found = {way: trained(folder / way, way) for way in ways}
     try:
@@ -92,7 +93,7 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     ways = [way for way in WAYS if way != "lora" or find_spec("peft")]
     for way in ways:
         saved(folder / way, WAYS[way])
-    return folder, processes.results(processes.run(2, work, folder, ways, folder=folder))
+    return folder, processes.everywhere(2, work, folder, ways, folder=folder)
 
 
 def plain(folder: Path, way: str) -> tuple[Any, float]:
@@ -111,8 +112,7 @@ def assert_equal_to_one_process(two: list[Trained], model: Tuning, loss: float) 
     assert two[0].loss == two[1].loss == loss
     assert two[0].held.keys() | two[1].held.keys() == weights.keys()
     for process in two:
-        for name, value in process.held.items():
-            assert torch.equal(value.data, weights[name].data), name
+        assert_equal(process.held, {name: weights[name] for name in process.held})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -159,14 +159,10 @@ def test_all_processes_end_if_the_files_cannot_be_written(in_two: Any) -> None:
     assert first.startswith("NotADirectoryError") and "NotADirectoryError" in second and "rank 0" in second
 
 
-def quantized(rank: int, folder: Path) -> Trained:
-    return trained(folder, "qlora", Tuning)
-
-
 @pytest.mark.slow
 def test_weights_in_four_bits_train_as_in_one_process(tmp_path: Path) -> None:
     needs("qlora")
-    two = processes.results(processes.run(2, quantized, saved(tmp_path), folder=tmp_path))
+    two = processes.everywhere(2, trained, saved(tmp_path), "qlora", Tuning, folder=tmp_path)
     assert_equal_to_one_process(two, *plain(tmp_path, "qlora"))
     names = [{name for name in process.held if "lora" not in name and "inv_freq" not in name} for process in two]
     assert all(len(found) > 10 for found in names) and not names[0] & names[1]

@@ -195,8 +195,7 @@ def with_forces() -> Net:
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
-    [(with_forces, "it runs a backward itself"), (Potential, "'slope' does not run alone")],
+    ("make", "reason"), [(with_forces, "it runs a backward itself"), (Potential, "'slope' does not run alone")]
 )
 def test_a_step_that_runs_a_backward_is_counted_where_it_cannot_be_measured(
     make: Callable[[], Net], reason: str, caplog: pytest.LogCaptureFixture

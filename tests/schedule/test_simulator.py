@@ -256,8 +256,7 @@ def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type
 
 # One pipeline takes 6 s a batch on one stage, and 9 s on two, of which each works for 6 s.
 @pytest.mark.parametrize(
-    ("num_stages", "update_s", "steady_s"),
-    [(1, 0.0, 12), (1, 4.0, 12), (1, 7.0, 14), (2, 2.0, 12), (2, 20.0, 40)],
+    ("num_stages", "update_s", "steady_s"), [(1, 0.0, 12), (1, 4.0, 12), (1, 7.0, 14), (2, 2.0, 12), (2, 20.0, 40)]
 )
 def test_a_pipeline_waits_for_its_own_update_and_for_earlier_ones(
     num_stages: int, update_s: float, steady_s: float

@@ -17,6 +17,7 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
+from tests.comparing import assert_equal
 from tests.trainers import trainer
 
 NUM_MICROBATCHES = 4
@@ -74,28 +75,17 @@ def piped(
     return module
 
 
-def assert_same(module: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> None:
-    """The same weights and buffers, bit for bit."""
-    one, two = (m.state_dict() if isinstance(m, nn.Module) else m for m in (module, other))
-    assert [name for name, tensor in two.items() if not torch.equal(tensor, one[name])] == []
-
-
-def _in_process(rank: int, make: Make, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    return piped(make(), devices=2, **options).state_dict()
-
-
 def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
     """What each of two processes makes of the module."""
-    return processes.results(processes.run(2, _in_process, make, options, folder=folder))
+    return processes.everywhere(2, lambda: piped(make(), devices=2, **options).state_dict(), folder=folder)
 
 
 def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
     """Two processes make of the module what is expected."""
-    for state in states_of_two_processes(make, folder, **options):
-        assert_same(state, expected)
+    assert_equal(states_of_two_processes(make, folder, **options), [expected.state_dict()] * 2)
 
 
-def _errors(rank: int, cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
+def _errors(cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
     found = []
     for make, options in cases:
         with pytest.raises(AvgPipeError) as caught:
@@ -106,4 +96,4 @@ def _errors(rank: int, cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[
 
 def errors_of_two_processes(cases: Sequence[tuple[Make, Mapping[str, Any]]], folder: Path) -> list[tuple[str, ...]]:
     """With which errors two processes end that train modules with options, both of them each time."""
-    return list(zip(*processes.results(processes.run(2, _errors, cases, folder=folder)), strict=True))
+    return list(zip(*processes.everywhere(2, _errors, cases, folder=folder), strict=True))

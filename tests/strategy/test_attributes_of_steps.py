@@ -18,7 +18,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import PartitionError
-from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_same, assert_two_processes_equal, by_hand, data, piped
+from tests.averaging.models import Models
+from tests.comparing import assert_equal
+from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_two_processes_equal, by_hand, data, piped
 from tests.trainers import assert_defaults_equal_accumulation
 
 
@@ -190,32 +192,32 @@ class Emptied(Callback):
         pl_module.count["steps"] = 0
 
 
+MEASURED, FLOPS = {"costs": "measured"}, {"costs": "flops"}
+REPEATS: dict[str, Any] = {"recompute": True, "schedule": "afab", **FLOPS}
+
+
 @pytest.mark.parametrize(
-    ("make", "num_stages", "costs"),
+    ("make", "num_stages", "options"),
     [
-        (Momentum, 3, "measured"),
-        (lambda: Momentum(foreach), 3, "flops"),
-        (lambda: Momentum(loaded), 2, "measured"),
-        (Clipped, 3, "measured"),
-        (WithinUnit, 2, "measured"),
-        (Hooked, 3, "flops"),
-        (Counting, 2, "measured"),
+        (Momentum, 3, MEASURED),
+        (lambda: Momentum(foreach), 3, FLOPS),
+        (lambda: Momentum(loaded), 2, MEASURED),
+        (Clipped, 3, MEASURED),
+        (WithinUnit, 2, MEASURED),
+        (Hooked, 3, FLOPS),
+        (Counting, 2, MEASURED),
+        *((make, 2, REPEATS) for make in (Momentum, WithinUnit, Counting)),  # and changes nothing again
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(
-    make: Callable[[], Layers], num_stages: int, costs: str
+    make: Callable[[], Layers], num_stages: int, options: dict[str, Any]
 ) -> None:
-    assert_same(piped(make(), num_stages, costs=costs), by_hand(make()))
-
-
-@pytest.mark.parametrize("make", [Momentum, WithinUnit, Counting])
-def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
-    assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
+    assert_equal(piped(make(), num_stages, **options), by_hand(make()))
 
 
 def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
     alone, staged = (piped(Counting(), k, trainer_options={"callbacks": [Emptied()]}, costs="flops") for k in (1, 3))
-    assert_same(staged, alone)
+    assert_equal(staged, alone)
     assert staged.progress == alone.progress == Progress(4 * NUM_MICROBATCHES)
     assert staged.nested == alone.nested
 
@@ -233,24 +235,11 @@ class Carried(Layers):
         return (self.d(self.c(y)) - batch[1]).square().mean()
 
 
-class Models(Callback):
-    """Keeps the weights of two parallel models, and of their reference."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.models = []
-        for n in range(2):
-            with trainer.strategy.parallel_model(n) as model:
-                self.models.append({name: t.clone() for name, t in model.state_dict().items()})
-        with trainer.strategy.reference() as model:
-            self.reference = {name: t.clone() for name, t in model.state_dict().items()}
-
-
 def test_each_parallel_model_has_a_momentum_encoder_of_its_own() -> None:
     alone, staged = Models(), Models()
     for num_stages, models in ((1, alone), (2, staged)):
         piped(Momentum(), num_stages, trainer_options={"callbacks": [models]}, num_pipelines=2, costs="flops")
-    for one, other in zip(alone.models, staged.models, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_equal(alone.models, staged.models)
     for name in ("teacher.0.weight", "teacher.2.bias"):
         first, second = (model[name] for model in staged.models)
         assert not torch.equal(first, second)
@@ -291,7 +280,7 @@ def test_a_hidden_state_goes_from_batch_to_batch_unless_micro_batches_are_asked_
 ) -> None:
     with pytest.warns(UserWarning, match=said):
         module = piped(make(), 3 if make is Remembering else 2, costs="flops", num_microbatches=count)
-    assert_same(module, by_hand(make(), 1 if count == "auto" else count))
+    assert_equal(module, by_hand(make(), 1 if count == "auto" else count))
 
 
 class Collecting(Layers):
@@ -369,7 +358,7 @@ def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
     assert counts[:5] == (4 * NUM_MICROBATCHES,) * 5
     for settings in ({"schedule": "1f1b", "verify": True}, {"recompute": True, "schedule": "afab"}):
         module, found = result(lambda module, settings=settings: piped(module, 3, costs="flops", **settings))
-        assert_same(module, expected)
+        assert_equal(module, expected)
         assert found == counts
     _, (*_, seen) = result(lambda module: piped(module, 2, costs="flops", num_pipelines=2))
     assert len(seen) == 4 * NUM_MICROBATCHES
@@ -426,7 +415,7 @@ def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused
     CALLS["steps"] = 0
     expected = by_hand(make())
     CALLS["steps"] = 0
-    assert_same(piped(make(), fit, costs="flops"), expected)
+    assert_equal(piped(make(), fit, costs="flops"), expected)
     with pytest.raises(PartitionError, match=reason.format(r"test_attributes_of_steps.py:\d+")):
         piped(make(), too_many, costs="flops")
 

@@ -20,7 +20,8 @@ from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError
 from lightning_avgpipe.utils.placeholder import Absent
 from tests import processes
-from tests.driver import Engine, assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
+from tests.driver import Engine
 from tests.models import MLP, ConvNet, Regression, loader
 from tests.trainers import both, pipeline, twins
 
@@ -260,12 +261,12 @@ class Augments(Sees):
         return {"image": batch["image"] + flip[:, None, None, None], "label": (batch["label"] + flip) % 5}
 
 
-def fit(rank: int, kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, Any]:
+def fit(kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(5)
     model = kind("adamw")
     runner = pipeline(2, devices, {"num_microbatches": 3, **options}, max_epochs=2, limit_train_batches=3)
     runner.fit(model, loader(Sees, 24, 6, shuffle=True), loader(Sees, 12, 6, seed=1))
-    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "seen": model.seen}
+    return {"weights": state(model), "seen": model.seen}
 
 
 # each time the first batches travel whole: what the stages need is known after the first
@@ -325,25 +326,22 @@ def refusal(model: type[MLP]) -> str:
     return str(caught.value)
 
 
-def fit_all(rank: int) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    fits = {name: fit(rank, model, 2, options) for name, (model, options, _, _) in CASES.items()}
+def fit_all() -> tuple[dict[str, dict[str, Any]], list[str]]:
+    fits = {name: fit(model, 2, options) for name, (model, options, _, _) in CASES.items()}
     return fits, [refusal(model) for model in REFUSED]
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, dict[str, Any]], list[str]]]:
-    return processes.results(processes.run(2, fit_all, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: fit_all())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
     model, _, *needed = CASES[name]
-    one = fit(0, model, 1, {})
+    one = fit(model, 1, {})
     for (rank, _), expected in zip(in_two, needed, strict=True):
         assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
         assert set(rank[name]["seen"][2:]) == {expected}
-        for key, value in one["weights"].items():
-            assert torch.equal(rank[name]["weights"][key], value), key
+        assert_equal(rank[name]["weights"], one["weights"])
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:

@@ -39,7 +39,7 @@ from torch.utils.tensorboard.summary import histogram
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
-from tests.averaging.models import assert_equal, state
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import both, pipeline, trainer, twins
 
@@ -93,7 +93,7 @@ def fit(make: Any, folder: Path, interval: str, monitor: str) -> dict[str, Any]:
         "best step": [Path(steps.best_model_path).name, float(steps.best_model_score)],
         "stopped": [stopping.stopped_epoch, stopping.wait_count, runner.current_epoch, runner.global_step],
         "lr": runner.optimizers[0].param_groups[0]["lr"],
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "weights": state(model),
     }
 
 
@@ -103,11 +103,8 @@ PLATEAUS = [("epoch", "val_loss"), ("step", "train_loss")]
 def assert_alike(expected: dict[str, Any], found: dict[str, Any]) -> None:
     for key in ("files", "stopped", "lr"):
         assert found[key] == expected[key], key
-    for key in ("best", "best step"):
-        assert found[key][0] == expected[key][0]
-        assert found[key][1] == pytest.approx(expected[key][1], abs=1e-6)
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=1e-5, atol=1e-6)
+    assert_close([found[key] for key in ("best", "best step")], [expected[key] for key in ("best", "best step")], 1e-6)
+    assert_close(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(("interval", "monitor"), PLATEAUS[1:])  # both in two processes
@@ -287,7 +284,7 @@ def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: A
         checks.trainer(trainer(callbacks=[made]), world_size=2)
 
 
-def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
+def all_of_it(folder: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
     make = functools.partial(pipeline, 2, 2)
     fits = [fit(make, folder / interval, interval, monitor) for interval, monitor in PLATEAUS]
     predictions = written(make, folder / "predictions")
@@ -296,7 +293,7 @@ def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], float, dic
 
 @pytest.mark.slow
 def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None:
-    ranks = processes.results(processes.run(2, all_of_it, tmp_path / "two", folder=tmp_path))
+    ranks = processes.everywhere(2, all_of_it, tmp_path / "two", folder=tmp_path)
     expected = [fit(trainer, tmp_path / "one" / interval, interval, monitor) for interval, monitor in PLATEAUS]
     rate = suggested(trainer)
     for fits, found_rate, _ in ranks:
@@ -323,7 +320,7 @@ class Smooth(L.Callback):
         pl_module.log("mean", self.mean, sync_dist=True)
 
 
-def decided(rank: int, folder: Path) -> dict[str, Any]:
+def decided(folder: Path) -> dict[str, Any]:
     torch.manual_seed(3)
     module = LogsAtEnd("step", "end")
     best = ModelCheckpoint(folder, monitor="mean", every_n_train_steps=1, save_top_k=2, filename="{step}-{mean:.2f}")
@@ -351,7 +348,7 @@ class Searches(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-def searched(rank: int, folder: Path) -> dict[str, Any]:
+def searched(folder: Path) -> dict[str, Any]:
     module, _ = twins(Scheduled)
     options = {"callbacks": [Searches(num_training_steps=4)], "default_root_dir": folder, "max_epochs": 2}
     runner = pipeline(2, processes.num_processes(), {"num_microbatches": 2}, **options)
@@ -365,7 +362,7 @@ def test_states_of_optimizers_are_loaded_in_the_midst_of_training(tmp_path: Path
     assert_equal(two, [one, one])
 
 
-def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
+def measured(devices: int, folder: Path) -> dict[str, Any]:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(folder, name="csv", version=0)
     options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 2, "max_epochs": 1}
@@ -376,9 +373,9 @@ def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_devices_that_work_on_one_batch_count_as_one_in_its_throughput(tmp_path: Path) -> None:
-    found, _ = processes.results(processes.run(2, measured, 2, tmp_path, folder=tmp_path))
+    found, _ = processes.everywhere(2, measured, 2, tmp_path, folder=tmp_path)
     assert found["train/device/batches_per_sec"] > 0
-    assert found.keys() == measured(0, 1, tmp_path / "one").keys()
+    assert found.keys() == measured(1, tmp_path / "one").keys()
 
 
 class Normed(MLP):
@@ -398,7 +395,7 @@ def ema() -> L.Callback:
     return EMAWeightAveraging(decay=0.5)
 
 
-def averaged(rank: int, path: Path, make: Any) -> list[dict[str, Any]]:
+def averaged(path: Path, make: Any) -> list[dict[str, Any]]:
     """Train, and train on from a checkpoint between two averages; the weights after both, and what was logged."""
     found, devices = [], processes.num_processes()
     for number, epochs in enumerate((3, 5)):
@@ -483,7 +480,7 @@ def read(devices: int, make: Any) -> list[Any]:
     """What a callback finds in training, validation, test and prediction; then what is predicted, if it is wanted."""
     callback = make()
     runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[callback])
-    module, data = Returning(), loader(MLP, 16, 4)
+    (module, _), data = twins(Returning), loader(MLP, 16, 4)
     runner.fit(module, data, data)
     runner.test(module, data, verbose=False)
     return [*callback.found, runner.predict(module, data, return_predictions=make is Keeps)]
@@ -554,15 +551,13 @@ def refused_beside() -> str:
     return str(refused.value)
 
 
-def in_rank(rank: int) -> dict[str, Any]:
+def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     return {**found, "refused": refused_beside()}
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: in_rank())
 
 
 def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_else(in_two: Any) -> None:

@@ -186,7 +186,7 @@ def save_with_one_failing(rank: int, path: Path) -> str:
 
 def test_a_rank_that_cannot_write_is_an_error_on_all_and_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    errors = processes.results(processes.run(2, save_with_one_failing, path, folder=tmp_path))
+    errors = processes.each(2, save_with_one_failing, path, folder=tmp_path)
     assert all("rank 1 could not write" in e and "No space left on device" in e for e in errors), errors
     assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
     assert is_sharded(path)

@@ -18,7 +18,7 @@ from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.schedule import num_forward_only
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -143,10 +143,7 @@ OTHERWISE = [("an epoch's begin", {"recompute": True}), ("an epoch's begin", {"s
 
 @pytest.mark.parametrize(
     ("scenario", "strategy"),
-    [
-        *((scenario, {}) for scenario in SCENARIOS),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
-    ],
+    [*((scenario, {}) for scenario in SCENARIOS), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)],
 )
 def test_frozen_stages_run_forwards_only_and_nothing_changes(
     scenario: str, strategy: dict[str, Any], plainly: Any
@@ -188,7 +185,7 @@ SCENARIOS["skips"] = (lambda: Skipping(3), list, "1" * 2 * EPOCHS)
 SCENARIOS["rank 0 only"] = (FineTuned, lambda: [OnRankZero({1: 2})], "")
 
 
-def in_rank(rank: int, scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor], int, str]], str]:
+def in_rank(scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor], int, str]], str]:
     """What becomes of scenarios, and the error of one that is not the same everywhere."""
     found = {scenario: fit(scenario, 2, TWO) for scenario in scenarios}
     with pytest.raises(AvgPipeError) as caught:
@@ -203,7 +200,7 @@ def in_rank(rank: int, scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[s
 def test_processes_agree_on_what_is_frozen_or_end_with_an_error(
     scenarios: Sequence[str], plainly: Any, tmp_path: Path
 ) -> None:
-    for found, error in processes.results(processes.run(2, in_rank, scenarios, folder=tmp_path)):
+    for found, error in processes.everywhere(2, in_rank, scenarios, folder=tmp_path):
         for scenario, (weights, backwards, forward_only) in found.items():
             assert forward_only == SCENARIOS[scenario][2].replace("2", "1")
             if scenario == "skips":

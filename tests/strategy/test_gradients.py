@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_close, assert_equal, assert_same_parameters, state
 from tests.models import MLP, TiedTransformer, UNet, loader
 from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged, trainer, twins
 
@@ -119,7 +119,7 @@ def norms(runner: L.Trainer) -> dict[str, float]:
     return {key: float(value) for key, value in runner.callback_metrics.items() if "norm" in key}
 
 
-def fit_all(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+def fit_all() -> list[tuple[dict[str, Tensor], dict[str, float]]]:
     found = []
     for model in MODELS:
         torch.manual_seed(3)
@@ -131,13 +131,12 @@ def fit_all(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
 
 @pytest.mark.slow
 def test_every_way_of_clipping_takes_the_norm_over_all_processes(tmp_path: Path) -> None:
-    for rank in processes.results(processes.run(2, fit_all, folder=tmp_path)):
+    for rank in processes.everywhere(2, fit_all, folder=tmp_path):
         for model, (weights, found) in zip(MODELS, rank, strict=True):
             torch.manual_seed(3)
             plain, runner = model(), single(**options(model))
             runner.fit(plain, loaders(MLP, 32)[0])
-            for key, value in plain.state_dict().items():
-                assert torch.equal(weights[key], value), f"{model.__name__} {key}"
+            assert_equal(weights, state(plain), model.__name__)
             assert found == pytest.approx(norms(runner), rel=1e-6)
 
 
@@ -173,10 +172,10 @@ def shifted(devices: int, strategy: dict[str, Any] | None = None) -> tuple[Shift
         here = runner.strategy.group_number
         batches = [[part[4 * here :][:4] for part in batch] for batch in batches]
     runner.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return model, {name: value.clone() for name, value in model.state_dict().items()}
+    return model, state(model)
 
 
-def shifted_by_processes(rank: int, count: int) -> Any:
+def shifted_by_processes(count: int) -> Any:
     strategy = {"replicas": 2} if count == 4 else {}
     model, weights = shifted(count, {"num_microbatches": 2, "verify": False, **strategy})
     return model.norms, weights
@@ -189,8 +188,7 @@ def test_hooks_that_see_gradients_of_accumulated_batches_see_whole_ones(count: i
         model, found = shifted(1, {"num_microbatches": 2, "verify": False})
         results = [(model.norms, found)]
     else:
-        results = processes.results(processes.run(count, shifted_by_processes, count, folder=tmp_path))
+        results = processes.everywhere(count, shifted_by_processes, count, folder=tmp_path)
     for norms, tensors in results:
         assert norms == pytest.approx(expected.norms, rel=1e-4)
-        for name, value in weights.items():
-            torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6)
+        assert_close(tensors, weights, rtol=1e-4)

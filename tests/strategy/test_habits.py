@@ -16,7 +16,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests import processes
-from tests.averaging.models import assert_equal, state
+from tests.comparing import assert_equal, state
 from tests.strategy.steps import Layers
 from tests.trainers import trainer
 
@@ -283,24 +283,16 @@ def result(make: Callable[[], Habit], devices: int, strategy: Any) -> dict[str, 
     return {"weights": state(module), "metrics": metrics, "predicted": runner.predict(module, data)}
 
 
-def results(rank: int, devices: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 1, "costs": "flops", "verify": False}
-    return {make.__name__: result(make, devices, AvgPipeStrategy(**options)) for make in HABITS}
+def stages() -> AvgPipeStrategy:
+    return AvgPipeStrategy(num_stages=2, num_microbatches=1, costs="flops", verify=False)
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, results, 2, folder=tmp_path_factory.mktemp("two")))
-
-
-@pytest.fixture(scope="module")
-def in_one() -> dict[str, Any]:
-    return results(0, 1)
+in_two = processes.shared(2, lambda rank: {make: result(make, 2, stages()) for make in HABITS})
 
 
 @pytest.mark.filterwarnings("ignore:.* reads numbers of values")
 @pytest.mark.parametrize("make", HABITS)
-def test_stages_do_what_one_device_does(make: Any, in_one: Any, in_two: Any) -> None:
+def test_stages_do_what_one_device_does(make: Any, in_two: Any) -> None:
     expected = result(make, 1, "auto")
-    for found in (in_one, *in_two):
-        assert_equal(expected, found[make.__name__])
+    for found in (result(make, 1, stages()), *(rank[make] for rank in in_two)):
+        assert_equal(expected, found)

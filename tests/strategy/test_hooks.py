@@ -153,7 +153,7 @@ def test_on_before_backward_gets_a_loss_of_the_size_of_the_batch_s(expected: tup
     assert losses.losses == pytest.approx(expected[0].losses[: len(losses.losses)], rel=1e-6)
 
 
-def record_rank(rank: int, folder: Path) -> list[list[tuple[str, str]]]:
+def record_rank(folder: Path) -> list[list[tuple[str, str]]]:
     torch.manual_seed(3)
     callback = L.Callback()
     recorders = record(pipeline(2, 2, **options(callback)), Watched(), callback, folder)
@@ -174,7 +174,7 @@ ELSEWHERE = {
 def test_hooks_of_two_processes(expected: tuple[Recorder, Recorder], tmp_path: Path) -> None:
     """The rank of the loss calls all of them; the other those of callbacks, and of the module what it can."""
     of_module, of_callback = expected
-    last, first = processes.results(processes.run(2, record_rank, tmp_path, folder=tmp_path))
+    last, first = processes.everywhere(2, record_rank, tmp_path, folder=tmp_path)
     for expected_calls, calls in zip((of_module, of_callback), last, strict=True):
         assert counts(calls) == counts(expected_calls.calls)
         assert in_order(calls) == in_order(expected_calls.calls)

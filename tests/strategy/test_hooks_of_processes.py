@@ -24,15 +24,8 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging
 from tests import processes
-from tests.strategy.steps import (
-    Layers,
-    Make,
-    assert_same,
-    data,
-    errors_of_two_processes,
-    piped,
-    states_of_two_processes,
-)
+from tests.comparing import assert_equal
+from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped, states_of_two_processes
 from tests.trainers import trainer
 
 TWO_EPOCHS, THREE_EPOCHS = {"max_epochs": 2}, {"max_epochs": 3}
@@ -194,14 +187,11 @@ def between(devices: int, num_stages: int) -> list[dict[str, Tensor]]:
 
 
 def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(plain: Any) -> None:
-    for found, expected in zip(between(1, 3), plain, strict=True):
-        assert_same(found, expected)
+    assert_equal(between(1, 3), plain)
 
 
 def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, in_two: Any) -> None:
-    for rank in in_two:
-        for found, expected in zip(rank["between"], plain, strict=True):
-            assert_same(found, expected)
+    assert_equal([rank["between"] for rank in in_two], [plain] * 2)
 
 
 # -- as in one process -------------------------------------------------------------------------------------------------
@@ -356,24 +346,18 @@ def as_one(devices: int, make: Make, num_stages: int) -> dict[str, Tensor]:
     return piped(make(), num_stages, devices, {**THREE_EPOCHS, "num_sanity_val_steps": 0}).state_dict()
 
 
-def test_two_processes_train_as_if_there_were_one(in_two: Any) -> None:
-    for rank in in_two:
-        assert_same(rank["scales"], as_one(1, Scales, 1))
+def callbacks_on_every_process_find_the_metrics_of_an_epoch(devices: int) -> Any:
+    return as_one(devices, Scales, devices)
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
 
 
-def all_as_one(rank: int) -> list[dict[str, Tensor]]:
-    return [as_one(2, *case) for case in AS_ONE]
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_if_there_were_one_whatever_hooks_change(tmp_path: Path) -> None:
     expected = [as_one(1, make, 1) for make, _ in AS_ONE]
-    for rank in processes.results(processes.run(2, all_as_one, folder=tmp_path)):
-        for one, other in zip(expected, rank, strict=True):
-            assert_same(other, one)
+    found = processes.everywhere(2, lambda: [as_one(2, *case) for case in AS_ONE], folder=tmp_path)
+    assert_equal(found, [expected] * 2)
 
 
 class CallsOtherHooks(Layers):
@@ -403,19 +387,12 @@ class CallsOtherHooks(Layers):
         self.on_validation_epoch_end()
 
 
-def annealed(devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
+def hooks_that_call_each_other_are_followed_once(devices: int) -> Any:
     options = {**TWO_EPOCHS, "num_sanity_val_steps": 0}
-    module = piped(CallsOtherHooks(), num_stages, devices, options, costs="flops")
+    module = piped(CallsOtherHooks(), devices, devices, options, costs="flops")
     module.trainer.test(module, data(), verbose=False)
-    return module.tau, module.state_dict()
-
-
-def test_hooks_that_call_each_other_are_followed_once(in_two: Any) -> None:
-    tau, expected = annealed(1, 1)
-    assert tau == 0.5**7  # of two epochs three each, and of the test
-    for found, state in (rank["annealed"] for rank in in_two):
-        assert found == tau
-        assert_same(state, expected)
+    assert module.tau == 0.5**7  # of two epochs three each, and of the test
+    return module.state_dict()
 
 
 # -- what submodules keep ----------------------------------------------------------------------------------------------
@@ -469,18 +446,11 @@ class Watching(Layers):
         self.log("variance", self.b.norm.running_var.mean())  # type: ignore[union-attr]
 
 
-def watched(devices: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def hooks_read_what_submodules_of_another_process_keep(devices: int) -> Any:
     options = {} if devices == 1 else {"split_points": ["c"]}
     module = piped(Watching(), devices, devices, TWO_EPOCHS, **options)
+    assert "b.centre" in module.state_dict()  # which the layer has registered in its process
     return module.state_dict(), dict(module.trainer.callback_metrics)
-
-
-def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None:
-    expected, metrics = watched(1)
-    assert "b.centre" in expected  # which the layer has registered in its process
-    for state, found in (rank["watched"] for rank in in_two):
-        assert_same(state, expected)
-        assert found == metrics
 
 
 class Warming(nn.Module):
@@ -516,21 +486,14 @@ class Unwatched(Layers):
         self.through(batch[0])
 
 
-def kept(devices: int) -> tuple[dict[str, Tensor], list[tuple[int, list[float]]]]:
+def before_training_and_after_a_run_every_process_has_what_submodules_keep(devices: int) -> Any:
     options = {} if devices == 1 else {"split_points": ["c"]}
     module = piped(Unwatched(), devices, devices, **options)
-    found = [(module.b.calls, list(module.b.kept))]
+    calls, kept = module.b.calls, list(module.b.kept)
     module.trainer.test(module, data(), verbose=False)
     module.through(torch.ones(1, 8))  # by a user, on each process
-    return module.state_dict(), [*found, (module.b.calls, module.b.kept)]
-
-
-def test_before_training_and_after_a_run_every_process_has_what_submodules_keep(in_two: Any) -> None:
-    state, expected = kept(1)
-    assert [calls for calls, _ in expected] == [40, 57]  # of two, four, four and four batches, and one
-    for found, kept_there in (rank["kept"] for rank in in_two):
-        assert_same(found, state)
-        assert kept_there == expected
+    assert (calls, module.b.calls) == (40, 57)  # of two, four, four and four batches, and one
+    return module.state_dict(), kept, module.b.kept
 
 
 class Normalised(Layers):
@@ -592,10 +555,9 @@ def statistics(devices: int) -> list[list[Tensor]]:
 
 
 def test_hooks_read_the_statistics_of_all_models_whatever_the_order_of_iterations(in_two: Any) -> None:
-    found = in_two[0]["statistics"]
-    for i, (one, other) in enumerate(zip(statistics(1), found, strict=True)):
-        assert len(one) == len(other) > 0, STATISTICS[i // 2]
-        assert all(map(torch.equal, one, other)), STATISTICS[i // 2]
+    expected = statistics(1)
+    assert all(expected)
+    assert_equal(in_two[0]["statistics"], expected)
 
 
 class Monitors(L.Callback):
@@ -613,17 +575,11 @@ class Monitored(Layers):
         self.log("loss", self.loss(batch))
 
 
-def monitored(devices: int) -> list[float]:
+def callbacks_find_metrics_on_every_process_in_the_sanity_check_too(devices: int) -> Any:
     monitors = Monitors()
     piped(Monitored(), 2, devices, {"callbacks": [monitors]}, costs="flops", verify=False)
+    assert len(monitors.found) == 2
     return monitors.found
-
-
-def test_callbacks_find_metrics_on_every_process_in_the_sanity_check_too(in_two: Any) -> None:
-    expected = monitored(1)
-    assert len(expected) == 2
-    for rank in in_two:
-        assert rank["monitored"] == expected
 
 
 class Scaled(nn.Module):
@@ -675,7 +631,7 @@ def test_what_a_submodule_sets_of_one_of_another_stage_is_that_of_its_own_proces
     expected, seen, _ = steered(1)
     for state, _, cuts in (rank["steered"] for rank in in_two):
         assert cuts == (2,)  # behind 'b.linear'
-        assert_same(state, expected)
+        assert_equal(state, expected)
     assert in_two[0]["steered"][1] == seen
 
 
@@ -730,7 +686,7 @@ class Ends(Layers):
                     layer.weight.data.add_(1.0)
 
 
-def ended(devices: int) -> tuple[Any, ...]:
+def at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(devices: int) -> Any:
     module = piped(Ends(), devices, devices, costs="flops")
     return module.saved, module.output, module.state_dict()
 
@@ -751,47 +707,34 @@ class EndsOfTwo(Layers):
                     layer.weight.mul_(0.5)
 
 
-def ended_of_two(devices: int) -> tuple[Any, ...]:
+def at_the_end_hooks_find_all_weights_of_all_models_on_every_process(devices: int) -> Any:
     module = piped(EndsOfTwo(), 2, devices, num_pipelines=2)
+    assert not torch.equal(module.saved[0]["a.weight"], module.saved[1]["a.weight"])
     return module.saved, module.state_dict()
 
 
-def test_at_the_end_hooks_find_all_weights_of_all_models_on_every_process(in_two: Any) -> None:
-    saved, state = ended_of_two(1)
-    assert not torch.equal(saved[0]["a.weight"], saved[1]["a.weight"])
-    for rank in in_two:
-        found, found_state = rank["ended of two"]
-        for one, other in zip(found, saved, strict=True):
-            assert_same(one, other)
-        assert_same(found_state, state)
+FINDS = (
+    callbacks_on_every_process_find_the_metrics_of_an_epoch,
+    hooks_that_call_each_other_are_followed_once,
+    hooks_read_what_submodules_of_another_process_keep,
+    before_training_and_after_a_run_every_process_has_what_submodules_keep,
+    callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
+    at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them,
+    at_the_end_hooks_find_all_weights_of_all_models_on_every_process,
+)
 
 
-def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(in_two: Any) -> None:
-    saved, output, state = ended(1)
-    for rank in in_two:
-        found, found_output, found_state = rank["ended"]
-        assert_same(found, saved)
-        assert torch.equal(found_output, output)
-        assert_same(found_state, state)
+def all_of_it() -> dict[str, Any]:
+    found = {"between": between(2, 2), "stopped": stopped(), "statistics": statistics(2), "steered": steered(2)}
+    return {**found, **{find.__name__: find(2) for find in FINDS}}
 
 
-def all_of_it(rank: int) -> dict[str, Any]:
-    found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
-    return {
-        **found,
-        "scales": as_one(2, Scales, 2),
-        "ended": ended(2),
-        "ended of two": ended_of_two(2),
-        "monitored": monitored(2),
-        "statistics": statistics(2),
-        "kept": kept(2),
-        "steered": steered(2),
-    }
+in_two = processes.shared(2, lambda rank: all_of_it())
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, all_of_it, folder=tmp_path_factory.mktemp("two")))
+@pytest.mark.parametrize("find", FINDS, ids=lambda find: find.__name__)
+def test_two_processes_find_what_one_does(find: Callable[[int], Any], in_two: Any) -> None:
+    assert_equal([rank[find.__name__] for rank in in_two], [find(1)] * 2)
 
 
 class Prunes(Layers):
@@ -994,5 +937,4 @@ def test_every_process_has_a_buffer_that_was_registered_without_a_tensor(tmp_pat
     one = piped(Centred(), split_points=["c"]).state_dict()
     assert "b.centre" in one
     for state in states_of_two_processes(Centred, tmp_path, split_points=["c"]):
-        assert state.keys() == one.keys()
-        assert_same(state, one)
+        assert_equal(state, one)

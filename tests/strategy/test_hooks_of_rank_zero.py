@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_avgpipe as ap
 from tests import processes
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.strategy.steps import Layers, data, errors_of_two_processes, piped, states_of_two_processes
 from tests.trainers import trainer
 
@@ -120,11 +120,11 @@ class AsksForRanks(Layers):
         self.in_hooks.append(self.global_rank)
 
 
-def _ranks(rank: int) -> tuple[set[int], set[int]]:
+def _ranks() -> tuple[set[int], set[int]]:
     module = piped(AsksForRanks(), devices=2)
     return set(module.in_steps), set(module.in_hooks)
 
 
 def test_steps_find_one_process_and_hooks_within_them_their_own_rank(tmp_path: Path) -> None:
-    found = processes.results(processes.run(2, _ranks, folder=tmp_path))
+    found = processes.everywhere(2, _ranks, folder=tmp_path)
     assert found == [({0}, {rank}) for rank in (0, 1)]

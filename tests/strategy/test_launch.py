@@ -22,6 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import launch
 from tests import processes
 from tests.commands import LIMIT_S, Command, started
+from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.trainers import pipeline, trainer
@@ -66,9 +67,7 @@ def ended(process: Any) -> str:
 
 
 def assert_trained(folder: Path, world_size: int, weights: dict[str, torch.Tensor]) -> None:
-    for rank in range(world_size):
-        found = torch.load(folder / f"weights-{rank}.pt")
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert_equal([torch.load(folder / f"weights-{rank}.pt") for rank in range(world_size)], [weights] * world_size)
 
 
 SHARING = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
@@ -157,8 +156,7 @@ def test_a_function_in_a_notebook_trains_the_same(name: str, monkeypatch: pytest
     runner = trainer(strategy=name, devices=2, max_epochs=2)
     runner.strategy.reconfigure(num_microbatches=2)
     runner.fit(model, loader(MLP, 24, 8, shuffle=True))
-    for parameter, value in expected().items():
-        assert torch.equal(model.state_dict()[parameter], value), parameter
+    assert_equal(state(model), expected())
 
 
 def training_until(rank: int, may_end: Path) -> int:

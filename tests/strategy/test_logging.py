@@ -22,6 +22,7 @@ from torchmetrics.regression import PearsonCorrCoef
 
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError, PartitionError
 from tests import processes
+from tests.comparing import assert_close
 from tests.models import MLP, ConvNet, loader
 from tests.strategy.steps import Layers, piped
 from tests.trainers import both, loaders, pipeline, trainer
@@ -151,18 +152,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, di
     return folder, fit(trainer(**options(folder)), Everything())
 
 
-def assert_close(expected: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
-    assert found.keys() == expected.keys()
-    for kind, values in expected.items():
-        assert found[kind].keys() == values.keys(), kind
-        for name, value in values.items():
-            assert found[kind][name] == pytest.approx(value, abs=1e-6, rel=1e-6), f"{kind} {name}"
-
-
 def test_all_that_is_logged_equals_one_device(single: tuple[Path, Any], tmp_path: Path) -> None:
     torch.manual_seed(3)
     found = fit(pipeline(2, strategy={"num_microbatches": 3}, **options(tmp_path)), Everything())
-    assert_close(single[1], found)
+    assert_close(found, single[1], 1e-6)
     assert_same_files(single[0], tmp_path)
     names = set(found["callback"])
     assert {f"in_{hook}" for hook in LOGGING_HOOKS} <= {name.split("/")[0] for name in names}
@@ -179,7 +172,7 @@ def fit_quietly() -> tuple[list[str], bool]:
     return [str(warning.message) for warning in said], unchanged and list(warnings.filters) == before
 
 
-def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str, list[str], bool]:
+def fit_rank(folder: Path) -> tuple[dict[str, dict[str, float]], bool, str, list[str], bool]:
     torch.manual_seed(3)
     runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -190,13 +183,13 @@ def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool
 def test_all_ranks_know_what_rank_zero_logs_and_nothing_is_recommended_to_them(
     single: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    ranks = processes.results(processes.run(2, fit_rank, tmp_path, folder=tmp_path))
+    ranks = processes.everywhere(2, fit_rank, tmp_path, folder=tmp_path)
     for found, _, _, said, are_filters_unchanged in ranks:
         for kind in ("callback", "tested"):
-            assert_close({kind: single[1][kind]}, {kind: found[kind]})
+            assert_close({kind: found[kind]}, {kind: single[1][kind]}, 1e-6)
         assert [text for text in said if "sync_dist" in text] == []
         assert are_filters_unchanged
-    assert_close(single[1], ranks[0][0])
+    assert_close(ranks[0][0], single[1], 1e-6)
     assert_same_files(single[0], tmp_path)
     assert [is_zero for _, is_zero, *_ in ranks] == [True, False]
     assert [printed.count("begins on rank") for _, _, printed, *_ in ranks] == [1, 0]
@@ -384,7 +377,7 @@ class HandsOut(Layers):
         self.returned.append([float(outputs[name].mean()) for name in ("count", "scale")])
 
 
-def _handed_out(rank: int, folder: Path) -> tuple[dict[str, float], list[list[float]]]:
+def _handed_out(folder: Path) -> tuple[dict[str, float], list[list[float]]]:
     devices = processes.num_processes()
     options = {"split_points": ["c"]} if devices == 2 else {}
     module = piped(HandsOut(), devices, devices, {"log_every_n_steps": 1}, **options)
@@ -430,7 +423,7 @@ class HandsOutReplaced(Layers):
         self.returned.append(float(outputs["mean"]))
 
 
-def _replaced(rank: int, folder: Path) -> tuple[dict[str, float], list[float]]:
+def _replaced(folder: Path) -> tuple[dict[str, float], list[float]]:
     devices = processes.num_processes()
     module = piped(HandsOutReplaced(), devices, devices, {"log_every_n_steps": 1}, costs="flops", verify=False)
     return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.returned

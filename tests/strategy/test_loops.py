@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from tests import processes
+from tests.comparing import assert_close, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import both, pipeline, trainer
 
@@ -130,7 +131,7 @@ def result(runner: L.Trainer, model: L.LightningModule) -> dict[str, Any]:
     return {
         "steps": (runner.global_step, runner.current_epoch),
         "metrics": {name: value.item() for name, value in runner.callback_metrics.items()},
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "weights": state(model),
         "seen": list(getattr(model, "seen", [])),
     }
 
@@ -316,41 +317,21 @@ def piped(devices: int = 1) -> Make:
     return functools.partial(pipeline, 2, devices, {"num_microbatches": 2})
 
 
-def assert_alike(expected: Any, other: Any, what: str) -> None:
-    """Equal but for rounding."""
-    if isinstance(expected, dict):
-        assert other.keys() == expected.keys(), what
-        for key, value in expected.items():
-            assert_alike(value, other[key], f"{what} {key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(other) == len(expected), what
-        for i, (one, two) in enumerate(zip(expected, other, strict=True)):
-            assert_alike(one, two, f"{what} {i}")
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6, msg=what)
-    else:
-        assert other == pytest.approx(expected, rel=1e-5, abs=1e-6), what
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_stages_see_what_one_device_sees(name: str) -> None:
-    assert_alike(found(name, trainer), found(name, piped()), name)
-
-
-def fit_all(rank: int) -> dict[str, dict[str, Any]]:
-    return {name: found(name, piped(2)) for name in CASES}
+    assert_close(found(name, piped()), found(name, trainer))
 
 
 @pytest.mark.slow
 def test_two_processes_see_what_one_device_sees(tmp_path: Path) -> None:
     """Weights, metrics, predictions and results that a callback reads, everywhere."""
-    zero, other = processes.results(processes.run(2, fit_all, folder=tmp_path))
+    zero, other = processes.everywhere(2, lambda: {name: found(name, piped(2)) for name in CASES}, folder=tmp_path)
     for name in CASES:
         expected = found(name, trainer)
-        assert_alike(expected, zero[name], name)
+        assert_close(zero[name], expected)
         # what hooks of rank 0 collect in the module is everybody's; batches it has itself
         shared = expected.keys() - ({"seen"} if name in READ else set())
-        assert_alike({key: expected[key] for key in shared}, {key: other[name][key] for key in shared}, name)
+        assert_close({key: other[name][key] for key in shared}, {key: expected[key] for key in shared})
 
 
 def test_sequential_training_is_refused_as_by_lightning() -> None:

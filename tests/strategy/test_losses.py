@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import both, loaders, pipeline, trainer, twins
 
@@ -129,7 +130,7 @@ def test_a_model_whose_batch_is_skipped_stays_while_others_train() -> None:
         strategy={"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(alpha=0.0, outer_lr=1)},
         max_epochs=1,
     ).fit(model, batches)
-    assert all(torch.equal(a, b) for a, b in zip(seen[0], before, strict=True))
+    assert_equal(seen[0], before)
     assert not all(torch.equal(a, b) for a, b in zip(seen[1], before, strict=True))
 
 
@@ -203,8 +204,7 @@ def test_weighted_micro_batches_have_loss_gradients_and_logs_of_the_batch(model:
     names = ("train_loss_step", "train_loss_epoch", "val_loss")
     expected, found = ({name: float(runner.callback_metrics[name]) for name in names} for runner in (one, other))
     assert found == pytest.approx(expected, abs=1e-6)
-    for name, gradient in one.lightning_module.gradients.items():
-        torch.testing.assert_close(other.lightning_module.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert_close(other.lightning_module.gradients, one.lightning_module.gradients, rtol=1e-4)
 
 
 def test_unequal_numbers_of_targets_are_told() -> None:
@@ -232,13 +232,7 @@ def weigh_in_rank() -> dict[str, Tensor]:
 # -- in two processes ------------------------------------------------------------------------------------------------
 
 
-def both_in_rank(rank: int) -> tuple[Any, dict[str, Tensor]]:
-    return wait_in_rank(2), weigh_in_rank()
-
-
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, dict[str, Tensor]]]:
-    return processes.results(processes.run(2, both_in_rank, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: (wait_in_rank(2), weigh_in_rank()))
 
 
 def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(in_two: Any) -> None:
@@ -248,7 +242,7 @@ def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(in_two: Any
     assert in_two[0][0][1] == model.calls == 12
     for (weights, _, steps, logged), _ in in_two:
         assert (steps, logged) == (expected.global_step, 12.0)
-        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+        assert_equal(weights, state(model))
 
 
 def test_the_process_of_the_loss_gets_what_weighs(in_two: Any) -> None:
@@ -256,5 +250,4 @@ def test_the_process_of_the_loss_gets_what_weighs(in_two: Any) -> None:
     expected = Tokens()
     trainer().fit(expected, tokens())
     for _, weights in in_two:
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+        assert_close(weights, state(expected), rtol=1e-4)

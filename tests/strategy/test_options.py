@@ -149,7 +149,7 @@ def asking_alone(rank: int) -> str:
 
 
 def test_what_one_rank_alone_asks_for_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = processes.results(processes.run(2, asking_alone, folder=tmp_path))
+    first, second = processes.each(2, asking_alone, folder=tmp_path)
     message = "reconfigure(num_microbatches=2) was called on rank 0 (stage 1), but not on rank 1 (stage 0) within 3 s"
     assert first.startswith(f"ConfigurationError: {message}; every rank must call it: in a hook of a callback")
     assert second.startswith("PeerError")

@@ -53,7 +53,7 @@ class GathersInStep(MLP):
         return self.all_gather(self.loss(batch)).mean()
 
 
-def gathered(rank: int, num_stages: int, replicas: int) -> dict[str, Any]:
+def gathered(num_stages: int, replicas: int) -> dict[str, Any]:
     torch.manual_seed(3)
     module, callback = Gathers(), Asks()
     strategy = {"replicas": replicas, "averaging": Averaging(groups=2 // replicas)}
@@ -69,7 +69,7 @@ def gathered(rank: int, num_stages: int, replicas: int) -> dict[str, Any]:
 def test_hooks_gather_over_groups_and_replicas_and_a_training_step_does_not(
     num_stages: int, replicas: int, tmp_path: Path
 ) -> None:
-    found = processes.results(processes.run(2 * num_stages, gathered, num_stages, replicas, folder=tmp_path))
+    found = processes.everywhere(2 * num_stages, gathered, num_stages, replicas, folder=tmp_path)
     for rank, values in enumerate(found):
         peers = [rank % num_stages, rank % num_stages + num_stages]
         assert values["in a callback"] == peers

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.trainers import pipeline, trainer
 from tests.weights.test_tied import TiedLanguageModel
@@ -248,7 +248,7 @@ def test_checkpoints_written_in_the_background_are_those_of_their_step(never_sto
     assert type(plugin.checkpoint_io) is LocalCheckpointIO
     for step in (1, 5, 8):
         one, other = (torch.load(place / f"step={step}.ckpt")["state_dict"] for place in (tmp_path, folder))
-        assert all(torch.equal(one[name], other[name]) for name in other)
+        assert_equal(one, other)
     assert_same_parameters(model, resumed(tmp_path / "step=3.ckpt", 2))
 
 
@@ -280,7 +280,7 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
 # -- distributed checkpoints -----------------------------------------------------------------------------------------
 
 
-def in_two(rank: int, folder: Path) -> dict[str, Any]:
+def in_two(folder: Path) -> dict[str, Any]:
     """Train in two processes with shards and with files, and go on from both."""
     seen: dict[str, Any] = {}
     sharded = through(folder / "shards", 2, save_distributed_checkpoint=True)
@@ -301,16 +301,14 @@ def in_two(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("two")
-    return processes.results(processes.run(2, in_two, folder, folder=folder)), folder
+    return processes.everywhere(2, in_two, folder, folder=folder), folder
 
 
 def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stopped: Any, two_processes: Any) -> None:
     expected = never_stopped[0].state_dict()
     for rank in two_processes[0]:
-        tied, tied_again = rank.pop("tied from None"), rank.pop("tied from step=2.ckpt")
-        assert all(torch.equal(tied_again[name], value) for name, value in tied.items())
-        for what, weights in rank.items():
-            assert all(torch.equal(weights[name], value) for name, value in expected.items()), what
+        assert_equal(rank.pop("tied from None"), rank.pop("tied from step=2.ckpt"))
+        assert_equal(rank, dict.fromkeys(rank, expected))
 
 
 @pytest.mark.parametrize(("step", "num_stages"), [(3, 1), (4, 3)])

@@ -24,8 +24,9 @@ from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.checks import can_roll
 from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Models, Net, train
 from tests.averaging.test_lightning import Finetuned
+from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import MLP, loader
 from tests.strategy.test_resume import ResumableLoader
@@ -100,8 +101,7 @@ def test_models_take_turns_as_in_a_plain_loop(
     options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": every}}
     train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, reference[name]), f"{name} differs"
+    assert_equal(dict(model.named_parameters()), reference)
 
 
 class Recorder(L.Callback):
@@ -141,8 +141,7 @@ def run(
 
 def assert_same(one: Any, other: Any) -> None:
     """The same models, reference and progress."""
-    for a, b in zip([*one[1].models, state(one[0])], [*other[1].models, state(other[0])], strict=True):
-        assert_equal(a, b)
+    assert_equal([*one[1].models, state(one[0])], [*other[1].models, state(other[0])])
     assert one[2].global_step == other[2].global_step
 
 
@@ -153,8 +152,7 @@ def test_hooks_find_the_same_whatever_runs_ahead(monkeypatch: pytest.MonkeyPatch
     runs.append(run([recorders[1]]))
     assert_same(*runs)
     assert recorders[0].calls == recorders[1].calls
-    for one, other in zip(recorders[0].weights, recorders[1].weights, strict=True):
-        assert_equal(one, other)
+    assert_equal(recorders[0].weights, recorders[1].weights)
     counted = [logged["counted"] for name, _, _, logged in recorders[0].calls if name == "on_train_batch_end"]
     assert counted[:3] == [0.0, 101.0, 202.0]
 
@@ -404,8 +402,7 @@ def assert_drained(caplog: pytest.LogCaptureFixture, why: str, **options: Any) -
     found, said = left_open(caplog, **options)
     averaging = replace(options.pop("averaging", Averaging()), rolling=False)
     expected, _ = left_open(caplog, **options, averaging=averaging)
-    for a, b in zip(found, expected, strict=True):
-        assert_equal(a, b)
+    assert_equal(found, expected)
     assert said.count("Averaging(rolling='auto'): pipelines do not roll: ") == 1 and why in said
 
 
@@ -413,8 +410,7 @@ def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> 
     found, said = left_open(caplog)
     expected, _ = left_open(caplog, averaging=Averaging(rolling=True))
     drained, _ = left_open(caplog, averaging=Averaging(rolling=False))
-    for a, b in zip(found, expected, strict=True):
-        assert_equal(a, b)
+    assert_equal(found, expected)
     assert not said and any(not torch.equal(t, drained[-1][name]) for name, t in found[-1].items())
 
 
@@ -472,7 +468,7 @@ def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def fit(rank: int, devices: int, rolling: Any) -> Any:
+def fit(devices: int, rolling: Any) -> Any:
     """Three models; and two of a step of which the first batch tells that it does not bear rolling."""
     torch.manual_seed(4)
     model, recorder = Net("adamw", warm_up=True), Recorder()
@@ -497,7 +493,7 @@ def test_each_process_names_the_dataloader_whose_position_is_saved(tmp_path: Pat
         assert outcome.error is not None and "the ResumableLoader saves its position" in outcome.error
 
 
-def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
+def fit_frozen(devices: int) -> list[dict[str, Tensor]]:
     """The first stage has nothing to train in the first epoch."""
     found = []
     for schedule in ("1f1b", "zb_h1"):
@@ -512,16 +508,15 @@ def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = processes.results(processes.run(2, fit_frozen, 2, folder=tmp_path))
+    results = processes.everywhere(2, fit_frozen, 2, folder=tmp_path)
     for order in (Lane.seniority, newest_first):
         monkeypatch.setattr(Lane, "seniority", order)
-        assert_equal(results, [fit_frozen(0, 1)] * 2)
+        assert_equal(results, [fit_frozen(1)] * 2)
 
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
-    expected = fit(0, 1, False)
-    for found in processes.results(processes.run(2, fit, 2, "auto", folder=tmp_path)):
-        assert_equal(found, expected)
+    expected = fit(1, False)
+    assert_equal(processes.everywhere(2, fit, 2, "auto", folder=tmp_path), [expected] * 2)
 
 
 class StepsSometimes(MLP):

@@ -111,15 +111,15 @@ def fit(module: L.LightningModule, replicas: list[int] | int = 1, **options: Any
     return trainer.global_step
 
 
-def clip(rank: int, gates: Gates) -> int:
+def clip(gates: Gates) -> int:
     # rank 1 ends its backward of batch 0, pipeline 0's, after rank 0 has run a forward of batch 1
     first = Gate(gates, opens={1: "other sent"}, waits_back={0: "other ran"})
     return fit(Gated(first, Gate(gates, opens={1: "other ran"}, waits={0: "other sent"})), gradient_clip_val=0.1)
 
 
 def test_other_models_run_until_gradients_can_be_clipped_by_their_norm_over_stages(tmp_path: Path) -> None:
-    outcomes = processes.run(2, clip, Gates("other sent", "other ran"), folder=tmp_path)
-    assert processes.results(outcomes) == [BATCHES] * 2
+    gates = Gates("other sent", "other ran")
+    assert processes.everywhere(2, clip, gates, folder=tmp_path) == [BATCHES] * 2
 
 
 class SlowToStep(Gated):
@@ -133,13 +133,13 @@ class SlowToStep(Gated):
             self.first.gates.wait("next batch began")
 
 
-def step(rank: int, gates: Gates) -> int:
+def step(gates: Gates) -> int:
     return fit(SlowToStep(Gate(gates, opens={5: "next batch began"}), Gate(gates)))
 
 
 def test_the_next_batch_begins_before_rank_0_has_told_how_the_last_one_went(tmp_path: Path) -> None:
-    outcomes = processes.run(2, step, Gates("next batch began"), folder=tmp_path)
-    assert processes.results(outcomes) == [BATCHES] * 2
+    gates = Gates("next batch began")
+    assert processes.everywhere(2, step, gates, folder=tmp_path) == [BATCHES] * 2
 
 
 class Counting(Gate):
@@ -161,7 +161,7 @@ class Watched(SlowToStep):
         self.seen = max(self.seen, float(self.first.calls))
 
 
-def watch(rank: int, gates: Gates) -> tuple[int, bool]:
+def watch(gates: Gates) -> tuple[int, bool]:
     # rank 1 goes on with batch 5, in which it is when rank 0 steps model 1, after rank 0 has run a forward of batch 4
     first = Counting(gates, opens={5: "next batch began"}, waits={5: "rank 0 ran"})
     module = Watched(first, Gate(gates, opens={4: "rank 0 ran"}))
@@ -169,8 +169,8 @@ def watch(rank: int, gates: Gates) -> tuple[int, bool]:
 
 
 def test_the_next_batch_begins_before_all_know_what_submodules_have_changed(tmp_path: Path) -> None:
-    outcomes = processes.run(2, watch, Gates("next batch began", "rank 0 ran"), folder=tmp_path)
-    assert processes.results(outcomes) == [(BATCHES, True)] * 2
+    gates = Gates("next batch began", "rank 0 ran")
+    assert processes.everywhere(2, watch, gates, folder=tmp_path) == [(BATCHES, True)] * 2
 
 
 def share(rank: int, gates: Gates) -> int:
@@ -182,5 +182,5 @@ def share(rank: int, gates: Gates) -> int:
 
 
 def test_other_models_run_until_all_replicas_of_a_stage_have_ended_a_batch(tmp_path: Path) -> None:
-    outcomes = processes.run(3, share, Gates("half ended", "first ran"), folder=tmp_path)
-    assert processes.results(outcomes) == [BATCHES] * 3
+    gates = Gates("half ended", "first ran")
+    assert processes.each(3, share, gates, folder=tmp_path) == [BATCHES] * 3

@@ -21,7 +21,7 @@ from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, IterationShape
 from lightning_avgpipe.strategy import schedule_control
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -89,7 +89,7 @@ def fit(
     return runner, used
 
 
-def adapted(rank: int, folder: Path) -> tuple[list[int], dict[str, torch.Tensor], dict[int, int]]:
+def adapted(folder: Path) -> tuple[list[int], dict[str, torch.Tensor], dict[int, int]]:
     torch.manual_seed(5)
     model = MLP()
     runner, used = fit(
@@ -109,14 +109,10 @@ def fixed() -> Regression:
 
 
 def test_two_processes_switch_together_and_train_the_same_weights(fixed: Regression, tmp_path: Path) -> None:
-    (used, weights, _), (others, other_weights, _) = processes.results(
-        processes.run(2, adapted, tmp_path, folder=tmp_path)
-    )
+    (used, weights, _), (others, other_weights, _) = processes.everywhere(2, adapted, tmp_path, folder=tmp_path)
     assert runs(used) == [0, 1, 2, 1]
     assert used == others
-    for name, value in fixed.state_dict().items():
-        assert torch.equal(weights[name], value), name
-        assert torch.equal(other_weights[name], value), name
+    assert_equal([weights, other_weights], [state(fixed)] * 2)
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("avgpipe/advance")]
     assert [float(row["avgpipe/advance"]) for row in rows] == [1.0, 2.0, 1.0]

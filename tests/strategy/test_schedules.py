@@ -17,7 +17,7 @@ from lightning_avgpipe.schedule import Schedule, StageCosts, build, peak_stash, 
 from lightning_avgpipe.schedule.choice import fastest
 from lightning_avgpipe.strategy import schedule_choice
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
 from tests.trainers import assert_defaults_equal_accumulation, logged, pipeline, trainer, twins
 
@@ -39,7 +39,7 @@ def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedul
     assert_defaults_equal_accumulation(model(), model.example(8), 4, schedule=schedule, num_microbatches=4)
 
 
-def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dict[str, Any]:
+def fit(schedule: str, num_stages: int, reader: str = "first") -> tuple[dict[str, Any], list[str]]:
     """Train in several processes, the last batch of an epoch being small."""
     torch.manual_seed(1)
     model = MLP("adamw", depth=6)
@@ -47,35 +47,25 @@ def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dic
     runner = pipeline(num_stages, 2, options)
     with logged() as said:
         runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
-    metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"weights": weights, "metrics": metrics, "said": said}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["metrics"] == expected["metrics"]
-    for name, weight in expected["weights"].items():
-        assert torch.equal(weight, found["weights"][name]), name
+    return {"weights": state(model), "metrics": dict(runner.callback_metrics)}, said
 
 
 SCHEDULES = {"zb_h1": 2, "interleaved": 4, "bfs": 4, "zbv": 4, "dualpipev": 4, "auto": 4}  # numbers of stages
 
 
-def fit_all(rank: int) -> dict[Any, dict[str, Any]]:
-    plain = {num_stages: fit(rank, "1f1b", num_stages) for num_stages in (2, 4)}
-    return {**plain, **{name: fit(rank, name, num_stages) for name, num_stages in SCHEDULES.items()}}
+def fit_all() -> dict[Any, Any]:
+    plain = {num_stages: fit("1f1b", num_stages) for num_stages in (2, 4)}
+    return {**plain, **{name: fit(name, num_stages) for name, num_stages in SCHEDULES.items()}}
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
-    return processes.results(processes.run(2, fit_all, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(2, lambda rank: fit_all())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_processes_train_the_weights_of_1f1b(schedule: str, in_two: list[dict[Any, dict[str, Any]]]) -> None:
+def test_two_processes_train_the_weights_of_1f1b(schedule: str, in_two: Any) -> None:
     for rank in in_two:
-        assert_same(rank[schedule], rank[SCHEDULES[schedule]])
+        assert_equal(rank[schedule][0], rank[SCHEDULES[schedule]][0])
 
 
 def preferring(costs: StageCosts, count: int, devices: Sequence[int], *rest: Any) -> Schedule:
@@ -84,19 +74,19 @@ def preferring(costs: StageCosts, count: int, devices: Sequence[int], *rest: Any
     return build("zbv" if can else "interleaved", costs.num_stages, count, 0, 2)
 
 
-def fit_preferring(rank: int) -> list[dict[str, Any]]:
+def fit_preferring() -> list[Any]:
     with mock.patch.object(schedule_choice, "fastest", preferring):
-        return [fit(rank, schedule, 4, "last") for schedule in ("auto", "1f1b")]
+        return [fit(schedule, 4, "last") for schedule in ("auto", "1f1b")]
 
 
 @pytest.mark.slow
 def test_auto_places_stages_there_and_back_where_that_is_faster(tmp_path: Path) -> None:
-    ranks = processes.results(processes.run(2, fit_preferring, folder=tmp_path))
-    said = ranks[0][0]["said"]
+    ranks = processes.everywhere(2, fit_preferring, folder=tmp_path)
+    _, said = ranks[0][0]
     assert any("stages are placed there and back" in message for message in said), said
     assert any(message.startswith("schedule zbv from now on") for message in said), said
-    for found, expected in ranks:
-        assert_same(found, expected)
+    for (found, _), (expected, _) in ranks:
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(

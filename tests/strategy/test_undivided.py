@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import assert_equal
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
 from tests.strategy.steps import NUM_MICROBATCHES, Layers
@@ -188,7 +187,7 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
         runner.fit(module, *data, ckpt_path=path / "last.ckpt" if epochs == 2 else None, weights_only=False)
         metrics = {key: float(value) for key, value in runner.callback_metrics.items()}
         found[f"after {epochs}"] = runner.global_step, metrics, getattr(module, "seen", None)
-    found["weights"] = {key: value.clone() for key, value in module.state_dict().items()}
+    found["weights"] = state(module)
     return found
 
 
@@ -202,12 +201,8 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
 )
 def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devices: int, tmp_path: Path) -> None:
     one = everything(0, name, 1, tmp_path / "one")
-    several = processes.run(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
-    for rank in processes.results(several):
-        weights, expected = rank.pop("weights"), one["weights"]
-        assert rank == {key: value for key, value in one.items() if key != "weights"}
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    several = processes.each(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
+    assert_equal(several, [one] * devices)
     one_file, other = (torch.load(tmp_path / sub / "last.ckpt", weights_only=False) for sub in ("one", "several"))
     assert_equal(one_file["optimizer_states"], other["optimizer_states"])
     assert_equal(one_file["loops"], other["loops"])
@@ -354,20 +349,16 @@ def evaluated(make: Callable[[], Any], devices: int, num_stages: int = 2) -> Any
     return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
 
 
-def in_rank(rank: int, makes: Sequence[type[Twice]]) -> dict[str, Any]:
-    return {make.__name__: evaluated(make, 2) for make in makes}
-
-
 @pytest.mark.parametrize(
     "makes", [(Twice, Seeds, Collects, Scopes, OnMeta), pytest.param((Generates,), marks=pytest.mark.slow)]
 )
 def test_what_stages_cannot_do_is_evaluated_as_on_one_device(makes: Any, tmp_path: Path) -> None:
-    first, other = processes.results(processes.run(2, in_rank, makes, folder=tmp_path))
+    first, other = processes.everywhere(2, lambda: {make: evaluated(make, 2) for make in makes}, folder=tmp_path)
     for make in makes:
         with pytest.warns(UserWarning, match="So rank 0 runs it for all stages"):
             one = evaluated(make, 1)
         logged, predicted = evaluated(make, 1, num_stages=1) if make is not OnMeta else one  # whose stages draw weights
-        for found in (one, first[make.__name__]):
+        for found in (one, first[make]):
             assert found[0] == pytest.approx(logged, rel=1e-6)
             torch.testing.assert_close(found[1], predicted)
-        assert first[make.__name__][0] == other[make.__name__][0]  # all ranks know what was logged
+        assert first[make][0] == other[make][0]  # all ranks know what was logged

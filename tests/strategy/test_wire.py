@@ -13,6 +13,7 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
 from tests import processes
+from tests.comparing import assert_equal, state
 from tests.models import Regression, loader
 from tests.trainers import logged, pipeline, trainer
 
@@ -71,11 +72,7 @@ def fit(devices: int, wire: str | None, rounds: bool = False, stages: int = 2, *
     model = Halves(rounds)
     given = {"num_microbatches": 3, "split_points": ["second"], "links": Links(wire=wire), **strategy}  # type: ignore[arg-type]
     pipeline(stages, devices, given, max_epochs=2).fit(model, loader(Halves, SAMPLES, BATCH))
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+    return state(model)
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -118,35 +115,33 @@ def automatic() -> tuple[str, bool]:
     return str(strategy.plan), strategy.plan is not None and strategy.plan.measured
 
 
-def in_rank(rank: int) -> dict[str, Any]:
+def in_rank() -> dict[str, Any]:
     weights = {name: fit(2, wire, **options) for name, (wire, options) in CASES.items()}
     found = {"validated": [validate(wire) for wire in ("int8", None)], "auto": automatic()}
     return {"weights": weights, **found, "verified": verified()}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+ranks = processes.shared(2, lambda rank: in_rank())
 
 
 @pytest.fixture(scope="module")
 def in_two(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
     """The weights of two processes, which agree."""
     found, other = (rank["weights"] for rank in ranks)
-    assert all(same(found[name], other[name]) for name in CASES)
+    assert_equal(found, other)
     return found
 
 
 def test_bf16_on_the_wire_is_rounding_in_one_process_bit_for_bit(in_two: dict[str, dict[str, Tensor]]) -> None:
     rounding, exact = fit(1, None, rounds=True), fit(1, None)
-    assert same(in_two["bf16"], rounding)
+    assert_equal(in_two["bf16"], rounding)
     assert 0 < distance(exact, rounding) < 1e-3
-    assert same(in_two["exact"], exact)
+    assert_equal(in_two["exact"], exact)
 
 
 def test_int8_is_the_same_whatever_the_order_and_stays_close(in_two: dict[str, dict[str, Tensor]]) -> None:
-    assert same(in_two["int8"], in_two["int8 in another order"])
-    assert same(in_two["rolling int8"], in_two["rolling int8 again"])
+    assert_equal(in_two["int8"], in_two["int8 in another order"])
+    assert_equal(in_two["rolling int8"], in_two["rolling int8 again"])
     pairs = {"int8": "exact", "zb_h1 int8": "exact", "rolling int8": "rolling", "2bw int8": "2bw"}
     for rounded, exact in pairs.items():
         assert 0 < distance(in_two[exact], in_two[rounded]) < 1e-2
@@ -168,15 +163,15 @@ def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(rank
     assert all("verify once with wire=None" in rank["verified"][1] for rank in ranks)
 
 
-def broadcast(rank: int) -> list[dict[str, Tensor]]:
+def broadcast() -> list[dict[str, Tensor]]:
     options = {"schedule": "broadcast", "split_points": ["first.2", "second"]}
     return [fit(3, wire, stages=3, **options) for wire in ("int8", "int8", None)]
 
 
 @pytest.mark.slow
 def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
-    first, _, last = processes.results(processes.run(3, broadcast, folder=tmp_path))
-    assert same(first[0], last[1])
+    first, _, last = processes.everywhere(3, broadcast, folder=tmp_path)
+    assert_equal(first[0], last[1])
     assert 0 < distance(last[2], first[0]) < 1e-2
 
 

@@ -14,7 +14,8 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from tests import processes
-from tests.averaging.models import Batches, assert_equal, state
+from tests.averaging.models import Batches
+from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import trainer
 
@@ -73,7 +74,7 @@ def sharded(rank: int, folder: Path) -> Any:
 
 
 def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: Path) -> None:
-    results = processes.results(processes.run(2, sharded, tmp_path, folder=tmp_path))
+    results = processes.each(2, sharded, tmp_path, folder=tmp_path)
     for found in results:
         for run in (0, 1):
             assert_equal(found[True][run][0], found[False][run][0])
@@ -87,9 +88,7 @@ def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: P
         one, other = (torch.load(tmp_path / f"{shard}{name}.ckpt", weights_only=False) for shard in (False, True))
         assert_equal(one["state_dict"], other["state_dict"])
         states = one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"]
-        assert states[0].keys() == states[1].keys()
-        for number, entry in states[0].items():
-            assert_equal(entry, states[1][number])
+        assert_equal(*states)
 
 
 def of_stages(rank: int, folder: Path) -> Any:
@@ -102,7 +101,7 @@ def of_stages(rank: int, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_replicas_of_a_stage_share_its_states(tmp_path: Path) -> None:
-    results = processes.results(processes.run(3, of_stages, tmp_path, folder=tmp_path))
+    results = processes.each(3, of_stages, tmp_path, folder=tmp_path)
     for (whole, held, _), (divided, part, _) in results:
         assert_equal(whole, divided)
         assert part <= held

@@ -17,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.training.holdings import move_state
 from tests import processes
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.models import MLP, Regression, TiedTransformer, loader
 from tests.trainers import pipeline
 
@@ -112,9 +112,7 @@ class Moving(L.Callback):
             trainer.strategy.reconfigure(**{"num_stages" if isinstance(wanted, int) else "split_points": wanted})
 
 
-def fit(
-    rank: int, devices: int, model: type[Regression], points: Points, path: Path, strategy: Any, **options: Any
-) -> int:
+def fit(devices: int, model: type[Regression], points: Points, path: Path, strategy: Any, **options: Any) -> int:
     """Train, and save everything; returns how many plans there were."""
     torch.manual_seed(3)
     module, moving = model(strategy.pop("optimizer", "adamw")), Moving(points)
@@ -136,58 +134,50 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "strategy", "options"),
-    [
-        (Normed, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}),
-        (MLP, {}, {"accumulate_grad_batches": 3}),
-    ],
+    [(Normed, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}), (MLP, {}, {"accumulate_grad_batches": 3})],
 )
 def test_other_stages_in_one_process_change_no_number(
     model: type[Regression], strategy: Any, options: Any, tmp_path: Path
 ) -> None:
-    assert fit(0, 1, model, {}, tmp_path / "still", dict(strategy), **options) == 1
-    assert fit(0, 1, model, LATER[model], tmp_path / "moved", dict(strategy), **options) == 3
+    assert fit(1, model, {}, tmp_path / "still", dict(strategy), **options) == 1
+    assert fit(1, model, LATER[model], tmp_path / "moved", dict(strategy), **options) == 3
     assert_same_training(tmp_path / "still", tmp_path / "moved")
 
 
-def several(rank: int, cases: list[tuple[Any, Any, Any]], folder: Path) -> list[int]:
+def several(cases: list[tuple[Any, Any, Any]], folder: Path) -> list[int]:
     return [
-        fit(rank, 2, model, LATER[model], folder / f"two{i}", dict(strategy), **options)
+        fit(2, model, LATER[model], folder / f"two{i}", dict(strategy), **options)
         for i, (model, strategy, options) in enumerate(cases)
     ]
 
 
 def compare_in_two(cases: list[tuple[Any, Any, Any]], folder: Path) -> None:
     """Moving between two processes is as staying in one. Of tied weights as moving in one: gradients are summed."""
-    plans = processes.results(processes.run(2, several, cases, folder, folder=folder))
+    plans = processes.everywhere(2, several, cases, folder, folder=folder)
     assert plans == [[1 + len(LATER[model]) for model, _, _ in cases]] * 2
     for i, (model, strategy, options) in enumerate(cases):
-        fit(0, 1, model, LATER[model] if model is TiedTransformer else {}, folder / "one", dict(strategy), **options)
+        fit(1, model, LATER[model] if model is TiedTransformer else {}, folder / "one", dict(strategy), **options)
         assert_same_training(folder / "one", folder / f"two{i}")
 
 
 def test_more_stages_or_fewer_change_no_number(tmp_path: Path) -> None:
     given = {"split_points": None, "num_pipelines": 2}
-    fit(0, 1, Normed, {}, tmp_path / "still", dict(given))
-    assert fit(0, 1, Normed, {1: 4, 3: 1}, tmp_path / "moved", dict(given)) == 3
+    fit(1, Normed, {}, tmp_path / "still", dict(given))
+    assert fit(1, Normed, {1: 4, 3: 1}, tmp_path / "moved", dict(given)) == 3
     assert_same_training(tmp_path / "still", tmp_path / "moved")
 
 
-def more(rank: int, num_pipelines: int, folder: Path) -> int:
-    given = {
-        "split_points": None,
-        "num_pipelines": num_pipelines,
-        "advance": "auto",
-        "costs": "measured",
-    }
-    return fit(rank, 2, Normed, {1: 4, 4: 2}, folder / "two", given)
+def more(num_pipelines: int, folder: Path) -> int:
+    given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto", "costs": "measured"}
+    return fit(2, Normed, {1: 4, 4: 2}, folder / "two", given)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_pipelines", [1, 2])
 def test_two_processes_go_on_with_more_stages(num_pipelines: int, tmp_path: Path) -> None:
     given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto"}
-    fit(0, 1, Normed, {}, tmp_path / "one", given)
-    assert processes.results(processes.run(2, more, num_pipelines, tmp_path, folder=tmp_path)) == [3, 3]
+    fit(1, Normed, {}, tmp_path / "one", given)
+    assert processes.everywhere(2, more, num_pipelines, tmp_path, folder=tmp_path) == [3, 3]
     states = [torch.load(tmp_path / name, weights_only=True) for name in ("one", "two")]
     for state in states:
         state["AvgPipeStrategy"].pop("advance", None)
@@ -228,14 +218,14 @@ def test_whatever_is_trained_moves_between_processes(name: str, tmp_path: Path) 
     compare_in_two(EVERYTHING[name], tmp_path)
 
 
-def averaged(rank: int, devices: int, points: Points, path: Path) -> int:
-    return fit(rank, devices, MLP, points, path, {}, callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
+def averaged(devices: int, points: Points, path: Path) -> int:
+    return fit(devices, MLP, points, path, {}, callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
 
 
 @pytest.mark.slow
 def test_an_average_of_weights_moves_with_them(tmp_path: Path) -> None:
-    averaged(0, 1, {}, tmp_path / "one")
-    assert processes.results(processes.run(2, averaged, 2, LATER[MLP], tmp_path / "two", folder=tmp_path)) == [3, 3]
+    averaged(1, {}, tmp_path / "one")
+    assert processes.everywhere(2, averaged, 2, LATER[MLP], tmp_path / "two", folder=tmp_path) == [3, 3]
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one", "two"))
     assert_equal(one["state_dict"], two["state_dict"])
 
@@ -243,11 +233,11 @@ def test_an_average_of_weights_moves_with_them(tmp_path: Path) -> None:
 # -- what cannot be had ------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, folder: Path) -> list[str]:
+def refused(folder: Path) -> list[str]:
     found = []
     for model in (Counting, CountingInside):
         try:
-            fit(rank, 2, model, LATER[model], folder / "never", {})
+            fit(2, model, LATER[model], folder / "never", {})
         except ConfigurationError as error:
             found.append(str(error))
     return found
@@ -255,7 +245,7 @@ def refused(rank: int, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_what_a_step_keeps_in_attributes_is_refused_where_it_would_move(tmp_path: Path) -> None:
-    for found in processes.results(processes.run(2, refused, tmp_path, folder=tmp_path)):
+    for found in processes.everywhere(2, refused, tmp_path, folder=tmp_path):
         assert "training_step keeps 'count' for the next batch" in found[0]
         assert "training_step keeps 'layers.5.count' for the next batch" in found[1]
         assert "register_buffer" in found[0]
@@ -272,7 +262,7 @@ def test_names_that_cannot_be_are_refused_where_they_are_given(
     points: list[str], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        fit(0, 1, MLP, {1: points}, tmp_path / "never", {})
+        fit(1, MLP, {1: points}, tmp_path / "never", {})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.NAdam])

@@ -22,8 +22,9 @@ from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, PeerError
 from lightning_avgpipe.training.replicas import check_shared
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, state
+from tests.averaging.models import Batches, Models, Net
 from tests.averaging.test_groups import Bomb
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -171,9 +172,7 @@ def everything(rank: int) -> Any:
     return state(model), tokens(rank), kept(rank), as_ddp()
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return processes.results(processes.run(REPLICAS, everything, folder=tmp_path_factory.mktemp("two")))
+in_two = processes.shared(REPLICAS, everything)
 
 
 def test_one_stage_with_replicas_gives_the_numbers_of_ddp(in_two: list[Any]) -> None:
@@ -265,16 +264,15 @@ def four_processes(rank: int, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_replicas_train_parallel_models_resume_and_are_averaged(tmp_path: Path) -> None:
-    results = processes.results(processes.run(2 * REPLICAS, four_processes, tmp_path / "four", folder=tmp_path))
+    results = processes.each(2 * REPLICAS, four_processes, tmp_path / "four", folder=tmp_path)
     single, half = elastic(None, tmp_path / "one"), elastic(None, tmp_path / "1", precision="bf16-mixed")
     averaged = teams(None)
     for found in results:
         for kind, expected, tolerance in ((found[0], single, 1e-5), (found[1], half, 3e-2)):
             for models, others in zip(kind, expected, strict=True):
                 for one, other in zip(models, others, strict=True):
-                    for name, tensor in one.items():
-                        if not tensor.is_meta:  # which another stage holds
-                            torch.testing.assert_close(tensor, other[name], rtol=tolerance, atol=tolerance)
+                    here = {name: tensor for name, tensor in one.items() if not tensor.is_meta}  # on this stage
+                    assert_close(here, {name: other[name] for name in here}, tolerance, tolerance)
         assert_close(found[2], averaged)
 
 
@@ -352,9 +350,8 @@ def rolling(rank: int | None, replicas: list[int], folder: Path) -> Any:
     "replicas", [pytest.param([1, 2], id="last"), pytest.param([1, 2, 1], id="between", marks=pytest.mark.slow)]
 )
 def test_replicas_of_a_stage_train_rolling_models(replicas: list[int], tmp_path: Path) -> None:
-    outcomes = processes.run(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path)
     expected, metrics = rolling(None, replicas, tmp_path / "one")
-    for found, others in processes.results(outcomes):
+    for found, others in processes.each(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path):
         assert_equal(found, expected)
         assert others == pytest.approx(metrics, rel=1e-5)
 
@@ -400,7 +397,7 @@ def of_both_stages(rank: int | None) -> Any:
 
 @pytest.mark.slow
 def test_replicas_of_the_last_stage_share_losses_and_log_as_one(tmp_path: Path) -> None:
-    results = processes.results(processes.run(3, of_both_stages, folder=tmp_path))
+    results = processes.each(3, of_both_stages, folder=tmp_path)
     expected = of_both_stages(None)
     for found in results:
         for (weights, metrics, _), (others, other_metrics, _) in zip(found, expected, strict=True):
@@ -426,7 +423,7 @@ def exactly(rank: int) -> Any:
 
 
 def test_replicas_of_a_stage_take_micro_batches_in_turns_and_a_failure_is_named(tmp_path: Path) -> None:
-    results = processes.results(processes.run(3, exactly, folder=tmp_path))
+    results = processes.each(3, exactly, folder=tmp_path)
     torch.manual_seed(5)
     plain = MLP()
     in_turns(plain, list(loader(MLP, 30, 10)), 5, 2, results[0][1])
@@ -438,9 +435,8 @@ def test_replicas_of_a_stage_take_micro_batches_in_turns_and_a_failure_is_named(
 
 @pytest.mark.slow
 def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path: Path) -> None:
-    results = processes.results(processes.run(3, of_a_stage, tmp_path / "three", folder=tmp_path))
     expected = of_a_stage(None, tmp_path / "one")
-    for found in results:
+    for found in processes.each(3, of_a_stage, tmp_path / "three", folder=tmp_path):
         for (weights, metrics), (others, other_metrics) in zip(found, expected, strict=True):
             assert_close(weights, others)
             assert metrics == pytest.approx(other_metrics, rel=1e-5)

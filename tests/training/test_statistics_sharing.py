@@ -16,8 +16,9 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.schedule import build, with_replicas
 from lightning_avgpipe.training.replicas import can_run_together
 from tests import processes
-from tests.averaging.models import Batches, assert_close, assert_equal, state
+from tests.averaging.models import Batches
 from tests.averaging.test_groups import Bomb
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
 
@@ -156,9 +157,7 @@ def in_two(rank: int) -> tuple[Any, list[str]]:
     return together, [error_of(function, rank) for function in (unequal, without_loss, failing)]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return processes.results(processes.run(2, in_two, folder=tmp_path_factory.mktemp("two")))
+found = processes.shared(2, in_two)
 
 
 def test_replicas_of_one_stage_are_as_one_process_with_their_micro_batches_together(found: list[Any]) -> None:
@@ -182,12 +181,12 @@ def repeating(rank: int) -> Any:
 
 @pytest.mark.slow
 def test_replicas_of_two_stages_too_and_what_is_repeated_counts_once(tmp_path: Path) -> None:
-    results = processes.results(processes.run(4, repeating, folder=tmp_path))
+    results = processes.each(4, repeating, folder=tmp_path)
     assert_alike([found for found, _ in results], expected())
     assert_alike([found for _, found in results], expected())
 
 
-def in_turns(rank: int | None) -> Any:
+def in_turns() -> Any:
     """The first of two stages has two replicas, which take micro-batches in turns."""
     strategy = {"num_microbatches": COUNT, "split_points": ["second"], "replicas": [2, 1]}
     return fit(batches(), 3, 2, True, strategy)
@@ -211,7 +210,7 @@ def by_hand() -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_replicas_of_a_single_stage_normalise_the_micro_batches_of_a_turn_together(tmp_path: Path) -> None:
-    results = processes.results(processes.run(3, in_turns, folder=tmp_path))
+    results = processes.everywhere(3, in_turns, folder=tmp_path)
     plain = by_hand()
     for found in results:
         counted = {name: value for name, value in found.items() if "num_batches" not in name}

@@ -159,9 +159,7 @@ def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['workload']}-{row['megabits']}")
-def test_recorded_runs_are_ranked_as_they_were_measured_and_the_choice_is_nearly_the_best(
-    row: dict[str, Any],
-) -> None:
+def test_recorded_runs_are_ranked_as_they_were_measured_and_the_choice_is_nearly_the_best(row: dict[str, Any]) -> None:
     found = choices_of(row)
     assert found["simulator"].rank_correlation > max(0.8, found["paper"].rank_correlation)
     chosen = search(profile_of(row), [Setting(m, n, h) for m, n, h, _ in row["measured"]]).choice.setting

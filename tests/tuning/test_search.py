@@ -10,11 +10,7 @@ import pytest
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.profile import (
-    Setting,
-    from_json,
-    to_json,
-)
+from lightning_avgpipe.tuning.profile import Setting, from_json, to_json
 from lightning_avgpipe.tuning.search import (
     MEASURED_SAMPLES,
     ROLLING_SAMPLES,

@@ -272,11 +272,7 @@ class WithClosure(MLP):
     ],
 )
 def test_a_plain_run_does_what_the_closure_of_a_pipeline_promises(
-    optimizer: type[torch.optim.Optimizer],
-    calls: int,
-    options: dict[str, Any],
-    runner: dict[str, Any],
-    said: list[str],
+    optimizer: type[torch.optim.Optimizer], calls: int, options: dict[str, Any], runner: dict[str, Any], said: list[str]
 ) -> None:
     fit(WithClosure(optimizer), verify=3, runner=runner, **options)
     assert said[0].startswith(f"verified 3 optimizer steps: {9 * calls} losses, 10 gradients, 10 weights equal")

@@ -34,7 +34,7 @@ from lightning_avgpipe.verify import comparison
 from lightning_avgpipe.verify.__main__ import main
 from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import logged as logged_lines
@@ -477,7 +477,7 @@ def all_of_it(rank: int) -> tuple[Any, Any]:
 
 
 def test_two_processes_are_verified_together_and_a_fault_in_another_one_is_named(tmp_path: Path) -> None:
-    (replicas, stages), (other_replicas, other_stages) = processes.results(processes.run(2, all_of_it, folder=tmp_path))
+    (replicas, stages), (other_replicas, other_stages) = processes.each(2, all_of_it, folder=tmp_path)
     (texts, error), (others, other) = stages, other_stages
     assert texts == [
         "verified 2 optimizer steps: 8 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
@@ -509,7 +509,7 @@ class WithGaps(Regression):
         return self.last(part).mean(1) * part.mean()
 
 
-def verify_with_gaps(rank: int) -> list[str]:
+def verify_with_gaps() -> list[str]:
     torch.manual_seed(1)
     texts: list[str] = []
     with replaced(commands, "rank_zero_info", texts.append):
@@ -519,7 +519,7 @@ def verify_with_gaps(rank: int) -> list[str]:
 
 
 def test_views_with_gaps_that_cross_between_processes_are_compared_up_to_rounding(tmp_path: Path) -> None:
-    texts, _ = processes.results(processes.run(2, verify_with_gaps, folder=tmp_path))
+    texts, _ = processes.everywhere(2, verify_with_gaps, folder=tmp_path)
     assert len(texts) == 1 and texts[0].startswith("verified 2 optimizer steps: ")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks import memory
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
-from tests.driver import assert_same_parameters
+from tests.comparing import assert_equal, assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.processes import num_processes, two_and_one
 from tests.trainers import SavesAtStart, pipeline
@@ -69,10 +69,7 @@ def trained(num_stages: int, tied: bool = False, **options: Any) -> Mixed:
 def test_weights_and_training_do_not_depend_on_the_number_of_stages() -> None:
     whole = trained(1)
     assert not on_meta(whole)
-    divided = trained(3)
-    assert_same_parameters(whole, divided)
-    for (name, a), b in zip(whole.named_buffers(), divided.buffers(), strict=True):
-        assert torch.equal(a, b), name
+    assert_equal(whole, trained(3))
 
 
 def test_a_module_is_initialised_as_its_constructor_would() -> None:
@@ -162,7 +159,7 @@ def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
     assert_same_parameters(through, resumed)
 
 
-def work(rank: int, folder: Path) -> dict[str, Any]:
+def work(folder: Path) -> dict[str, Any]:
     """Train, save, test, predict, train on and resume, with a module that no process ever holds as a whole."""
     torch.manual_seed(5)
     model = Mixed()
@@ -214,15 +211,9 @@ def built() -> Mixed:
 def test_checkpoints_are_ordinary_and_equal_those_of_one_process(runs: Any, name: str) -> None:
     folder, _, _ = runs
     two, one = (torch.load(folder / sub / f"{name}.ckpt", weights_only=True) for sub in ("two", "one"))
-    assert two["state_dict"].keys() == one["state_dict"].keys()
-    for key, tensor in one["state_dict"].items():
-        assert torch.equal(two["state_dict"][key], tensor), key
-    states = two["optimizer_states"][0]["state"], one["optimizer_states"][0]["state"]
-    assert states[0].keys() == states[1].keys()
-    assert bool(states[0]) == (not name.startswith(("initial", "before")))
-    for number, state in states[1].items():
-        for key, value in state.items():
-            assert torch.equal(states[0][number][key], value), (number, key)
+    assert_equal(two["state_dict"], one["state_dict"])
+    assert_equal(two["optimizer_states"][0]["state"], one["optimizer_states"][0]["state"])
+    assert bool(one["optimizer_states"][0]["state"]) == (not name.startswith(("initial", "before")))
     model = built()
     model.load_state_dict(two["state_dict"])
 

@@ -17,8 +17,8 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.weights import tied
 from tests import processes
-from tests.averaging.models import assert_equal, state
-from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.comparing import assert_equal, assert_same_gradients, assert_same_parameters, state
+from tests.driver import Engine, accumulate
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_plain_module_to_the_same_bit_with_every_sche
     for module, schedule in zip(modules, ("1f1b", "afab", "advance_forward"), strict=True):
         engine = Engine(module, num_stages, batch, 3)
         found = engine.train(copy.deepcopy(batch), schedule, advance=schedule == "advance_forward")
-        assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
+        assert_equal(found, losses)
         assert engine.plan.copied and "copied: " in str(engine.plan)
         assert_same_gradients(plain, module, summed=engine.plan.copied)
         assert_same_gradients(modules[0], module)
@@ -99,7 +99,7 @@ def fit(model: Regression, devices: int, num_stages: int, **options: Any) -> dic
     runner.fit(model, loader(type(model), 24, 6), loader(type(model), 6, 6, seed=1))
     optimizer = runner.optimizers[0]
     return {
-        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+        "weights": state(model),
         "optimized": sum(len(group["params"]) for group in optimizer.param_groups),
         "parameters": len(list(model.parameters())),
         "metrics": {key: value.item() for key, value in runner.callback_metrics.items()},
@@ -122,7 +122,7 @@ class Drawn(Regression):
         return self.last(self.between(self.first(x @ self.features)))
 
 
-def fit_all(rank: int, devices: int = 2) -> list[dict[str, Any]]:
+def fit_all(devices: int = 2) -> list[dict[str, Any]]:
     torch.manual_seed(5)
     tied, recurrent = TiedLanguageModel(), Recurrent()
     return [fit(tied, devices, 2, gradient_clip_val=0.05), fit(recurrent, devices, 4, accumulate_grad_batches=2)]
@@ -162,18 +162,18 @@ def observed_roll() -> tuple[dict[str, Tensor], list[bool]]:
 
 
 def work(rank: int) -> tuple[Any, ...]:
-    return fit_all(rank), draw(rank), observed_roll()
+    return fit_all(), draw(rank), observed_roll()
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
     """By what each of two processes trained: tied weights, weights it drew by itself, rolling models."""
-    found = processes.results(processes.run(2, work, folder=tmp_path_factory.mktemp("two")))
+    found = processes.each(2, work, folder=tmp_path_factory.mktemp("two"))
     return list(zip(*found, strict=True))
 
 
 def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
-    expected = fit_all(0, 1)
+    expected = fit_all(1)
     for rank in in_two[0]:
         for found, one in zip(rank, expected, strict=True):
             assert found["optimized"] == found["parameters"] == one["parameters"]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
 from tests import processes
-from tests.averaging.models import state
+from tests.comparing import state
 from tests.trainers import pipeline
 
 NUM_MICROBATCHES = 2
@@ -96,13 +96,13 @@ def check(make: Make, num_stages: int, **strategy: Any) -> None:
     assert_same(by_hand(make), in_stages(make, num_stages, **strategy))
 
 
-def _all_in_stages(rank: int, makes: Mapping[str, Make], num_stages: int, strategy: Any) -> dict[str, Found]:
-    return {name: in_stages(make, num_stages, 2, **strategy) for name, make in makes.items()}
-
-
 def check_in_two_processes(makes: Mapping[str, Make], num_stages: int, folder: Path, **strategy: Any) -> None:
     """Stages in two processes do, all modules one after the other."""
-    ranks = processes.results(processes.run(2, _all_in_stages, makes, num_stages, strategy, folder=folder))
+
+    def all_in_stages() -> dict[str, Found]:
+        return {name: in_stages(make, num_stages, 2, **strategy) for name, make in makes.items()}
+
+    ranks = processes.everywhere(2, all_in_stages, folder=folder)
     for name, make in makes.items():
         expected = by_hand(make)
         for rank in ranks:

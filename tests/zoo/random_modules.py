@@ -341,15 +341,15 @@ def judge(seed: int, folder: Path | None = None, **options: Any) -> Verdict:
     source = made.source()
     compared = not OUTSIDE.isdisjoint(made.kinds) or ">= 1:" in source or "global_step < 1" in source
     num_stages, num_microbatches = (rng.choice((2, 3)) if folder is None else 2), rng.choice((2, 3))
-    expected = fit(0, source, num_microbatches)
+    expected = fit(source, num_microbatches)
     if expected.error:
         return Verdict("invalid", expected.error, source)
     given = {"num_stages": num_stages, "num_microbatches": num_microbatches, "verify": "auto" if compared else False}
     given |= options
     if folder is None:
-        found = fit(0, source, num_microbatches, given)
+        found = fit(source, num_microbatches, given)
     else:
-        ranks = processes.results(processes.run(2, fit, source, num_microbatches, given, folder=folder))
+        ranks = processes.everywhere(2, fit, source, num_microbatches, given, folder=folder)
         found = max(ranks, key=lambda rank: (bool(rank.error), not rank.error.startswith("PeerError")))
     how = f"seed {seed}, {num_stages} stages, {num_microbatches} micro-batches: "
     if found.error:
@@ -360,7 +360,7 @@ def judge(seed: int, folder: Path | None = None, **options: Any) -> Verdict:
     return Verdict("wrong" if others else "right", how + ", ".join(others), source)
 
 
-def fit(rank: int, source: str, num_microbatches: int, options: Mapping[str, Any] | None = None) -> Fitted:
+def fit(source: str, num_microbatches: int, options: Mapping[str, Any] | None = None) -> Fitted:
     """Train two batches, with the options of a strategy; None: plainly."""
     torch.set_num_threads(1)
     name = "random_module"

@@ -196,7 +196,7 @@ def test_what_stages_would_begin_to_draw_each_for_itself_is_refused_by_name(mode
         in_stages(partial(made, model), 2)
 
 
-def refusals(rank: int) -> list[str]:
+def refusals() -> list[str]:
     said = []
     for model in REFUSED:
         with pytest.raises(AvgPipeError) as caught:
@@ -207,7 +207,7 @@ def refusals(rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_two_processes_refuse_it_too(tmp_path: Path) -> None:
-    for said in zip(*processes.results(processes.run(2, refusals, folder=tmp_path)), strict=True):
+    for said in zip(*processes.everywhere(2, refusals, folder=tmp_path), strict=True):
         assert any("draws random numbers from" in text for text in said), said
 
 

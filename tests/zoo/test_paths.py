@@ -406,9 +406,7 @@ ERRORS: dict[Callable[[], Paths], type[AvgPipeError]] = {Needs: AbsentValueError
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_what_one_stage_cannot_do_alone_is_refused_and_says_why(
-    model: Callable[[], Paths],
-) -> None:
+def test_what_one_stage_cannot_do_alone_is_refused_and_says_why(model: Callable[[], Paths]) -> None:
     with pytest.raises(ERRORS.get(model, StepChangedError)) as caught:
         in_stages(partial(made, model), 2, split_points=["layers.3"])
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

@@ -20,7 +20,8 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, P
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.systems.asynchronous.versions import Place, VersionPolicy
 from tests import processes
-from tests.averaging.models import Batches, Net, assert_equal, state
+from tests.averaging.models import Batches, Net
+from tests.comparing import assert_close, assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
@@ -74,11 +75,6 @@ def by_versions(module: Chain, policy: str | PipeOptim, streams: list[list[Any]]
     return dict(module.named_parameters())
 
 
-def assert_close(module: Chain, expected: dict[str, Tensor]) -> None:
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
 def fit(module: Any, data: Any, policy: str | PipeOptim, count: int, num_stages: int = K, **options: Any) -> L.Trainer:
     strategy = {"weight_policy": policy, "num_microbatches": count, **options.pop("strategy", {})}
     if isinstance(module, Chain) and num_stages == K:
@@ -101,7 +97,8 @@ def test_weights_are_those_of_a_loop_that_keeps_all_versions(policy: str | PipeO
     model, data = Chain(Recurrent, make), batches(5, 2 * count)
     plain, untrained = copy.deepcopy(model), copy.deepcopy(model)
     fit(model, Batches(data), policy, count)
-    assert_close(model, by_versions(plain, policy, [data, data], count, count))  # an epoch ends with a drain
+    expected = by_versions(plain, policy, [data, data], count, count)  # an epoch ends with a drain
+    assert_close(dict(model.named_parameters()), expected)
     synchronous = by_versions(untrained, "flush", [data, data], count, count)
     assert any((p - synchronous[name]).abs().max() > 1e-4 for name, p in model.named_parameters())
 
@@ -112,7 +109,7 @@ def test_a_smaller_batch_at_the_end_begins_after_a_drain(policy: str) -> None:
     model, data = Chain(Recurrent, MOMENTUM), [*batches(3, 6), *batches(1, 2)]
     plain = copy.deepcopy(model)
     fit(model, Batches(data), policy, 3, max_epochs=1)
-    assert_close(model, by_versions(plain, policy, [data[:3], data[3:]], 3, 2))
+    assert_close(dict(model.named_parameters()), by_versions(plain, policy, [data[:3], data[3:]], 3, 2))
 
 
 class Problem:
@@ -404,14 +401,10 @@ def fit_some(devices: int, count: int) -> Any:
     return found
 
 
-def in_process(rank: int, count: int) -> Any:
-    return fit_some(2, count)
-
-
 @pytest.mark.parametrize("count", [1, pytest.param(len(RUNS), marks=SLOW)])
 def test_two_processes_train_the_model_of_one(count: int, tmp_path: Path) -> None:
     expected = fit_some(1, count)
-    for results in processes.results(processes.run(2, in_process, count, folder=tmp_path)):
+    for results in processes.everywhere(2, fit_some, 2, count, folder=tmp_path):
         for found, (weights, calls, metrics) in zip(results, expected, strict=True):
             assert_equal(found[0], weights)
             assert found[2] == metrics

@@ -13,6 +13,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.systems.broadcast import Broadcast
+from tests.comparing import assert_equal, assert_same_gradients
 from tests.driver import Engine
 from tests.models import Blocks, LSTMStack, Regression, TinyTransformer, UNet
 
@@ -50,13 +51,8 @@ def test_gradients_and_buffers_are_those_of_1f1b_bit_for_bit(model: Any, num_sta
                     if parameter.grad is not None:
                         parameter -= 0.1 * parameter.grad
         assert len(losses) == 4
-    named = zip(found.named_parameters(), expected.named_parameters(), strict=True)
-    for (name, parameter), (_, other) in named:
-        assert torch.equal(parameter, other), name
-        assert (parameter.grad is None) == (other.grad is None), name
-        assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name  # type: ignore[arg-type]
-    for (name, buffer), (_, same) in zip(found.named_buffers(), expected.named_buffers(), strict=True):
-        assert torch.equal(buffer, same), name
+    assert_equal(found, expected)
+    assert_same_gradients(found, expected)
 
 
 class Watching(Observer):

@@ -14,6 +14,7 @@ import torch
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Broadcast
 from lightning_avgpipe.errors import ConfigurationError
 from tests.commands import LIMIT_S, ROOT, started
+from tests.comparing import assert_equal, state
 from tests.models import MLP, Blocks, loader
 from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
 
@@ -33,14 +34,8 @@ def fitted(schedule: Any, num_stages: int = 3, model: Any = Blocks, **options: A
     strategy = AvgPipeStrategy(num_stages=num_stages, schedule=schedule, **given)
     runner = trainer(strategy=strategy, **of_trainer)
     runner.fit(module, loader(model, 40, 16), loader(model, 8, 4))
-    metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
-    return ({name: value.clone() for name, value in module.state_dict().items()}, metrics), strategy
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for name, value in expected[0].items():
-        assert torch.equal(found[0][name], value), name
-    assert found[1] == expected[1] and found[1]
+    assert runner.callback_metrics
+    return (state(module), dict(runner.callback_metrics)), strategy
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_it_trains_the_weights_of_1f1b_and_logs_the_same(options: dict[str, Any]) -> None:
     found, strategy = fitted(Broadcast(4), **options)
     expected, _ = fitted("1f1b", **options)
-    assert_same(found, expected)
+    assert_equal(found, expected)
     assert strategy.plan is not None and strategy.plan.forecast is not None
     assert strategy.plan.forecast.schedule == "broadcast"
 
@@ -97,7 +92,7 @@ def test_copies_of_weights_count_in_the_plan_the_limit_and_the_measured_peak(cap
     assert all(
         "schedule 1f1b instead of broadcast" in text and "more than memory_limit" in text for text in said(caplog)
     )
-    assert_same(limited, found)
+    assert_equal(limited, found)
 
 
 class Frozen(MLP):
@@ -114,7 +109,7 @@ def test_where_stages_run_forwards_only_it_is_1f1b(caplog: pytest.LogCaptureFixt
     assert any(text.endswith("the first 1 stages have nothing to train") for text in said(caplog)), said(caplog)
     assert "schedule broadcast, for 4 micro-batches" in said(caplog)
     expected, _ = fitted("1f1b", **points)
-    assert_same(found, expected)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +140,4 @@ def test_three_processes_train_the_weights_of_one(tmp_path: Path) -> None:
     model = Blocks()
     given = {"num_microbatches": 4, "schedule": "1f1b"}
     pipeline(3, strategy=given, max_epochs=2).fit(model, loader(Blocks, 24, 8, shuffle=True))
-    found = torch.load(tmp_path / "weights-0.pt")
-    for name, value in model.state_dict().items():
-        assert torch.equal(found[name], value), name
+    assert_equal(torch.load(tmp_path / "weights-0.pt"), state(model))

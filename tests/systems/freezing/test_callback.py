@@ -17,6 +17,7 @@ from lightning_avgpipe import AdaptiveFreezing
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.systems.freezing.order import by_gradient_norms, by_schedule, repeated_blocks
 from tests.commands import LIMIT_S, started
+from tests.comparing import assert_equal
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -108,11 +109,7 @@ def test_the_layers_are_the_longest_row_of_one_type() -> None:
 
 
 def fit(
-    rank: int = 0,
-    make: Any = pipeline,
-    freezing: dict[str, Any] | None = None,
-    path: Path | None = None,
-    **options: Any,
+    make: Any = pipeline, freezing: dict[str, Any] | None = None, path: Path | None = None, **options: Any
 ) -> tuple[FineTuned, AdaptiveFreezing]:
     torch.manual_seed(3)
     module, callback = FineTuned(), AdaptiveFreezing(**{"alpha": 0.4, **(freezing or {})})
@@ -129,16 +126,12 @@ def fit(
     return module, callback
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 @pytest.mark.parametrize("mode", [pytest.param("schedule", marks=pytest.mark.slow), "gradient_norm"])
 def test_what_is_frozen_in_stages_is_what_is_frozen_on_one_device(mode: str) -> None:
     expected, plainly = fit(make=trainer, freezing={"mode": mode})
     found, callback = fit(num_stages=3, freezing={"mode": mode, "replan": True})
     assert callback.num_frozen == plainly.num_frozen > 0
-    assert_same(expected.state_dict(), found.state_dict())
+    assert_equal(expected, found)
     frozen = [name for name, p in found.named_parameters() if not p.requires_grad]
     assert frozen == [name for name, p in expected.named_parameters() if not p.requires_grad]
     assert (
@@ -174,7 +167,7 @@ def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
         found[cache] = module.state_dict()
         # layers are frozen in epoch 2; the first of the three batches of epoch 3 is computed, and compared
         assert rows.seen[3] == (3 * SIZE if cache is None else SIZE)
-    assert_same(found[None], found["1MB"])
+    assert_equal(found[None], found["1MB"])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +209,7 @@ def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path
     runner.fit(module, batches)
     assert callback.num_frozen > 0
     for rank in range(2):
-        assert_same(module.state_dict(), torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True))
+        assert_equal(module.state_dict(), torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("schedule", marks=pytest.mark.slow), "gradient_norm"])
@@ -225,7 +218,7 @@ def test_a_run_that_resumes_goes_on_with_the_same_bits(mode: str, tmp_path: Path
     fit(freezing={"mode": mode}, path=tmp_path / "half.ckpt", max_epochs=2)
     resumed, other = fit(freezing={"mode": mode}, ckpt_path=tmp_path / "half.ckpt")
     assert other.num_frozen == callback.num_frozen > 0
-    assert_same(whole.state_dict(), resumed.state_dict())
+    assert_equal(whole, resumed)
 
 
 def test_frozen_layers_are_in_eval_mode_also_after_a_validation() -> None:

@@ -25,7 +25,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.systems.freezing.callback import check_sharing_later
 from tests import processes
-from tests.averaging.models import assert_close, assert_equal
+from tests.comparing import assert_close, assert_equal, state
 from tests.models import loader
 from tests.systems.freezing.test_callback import FineTuned
 from tests.trainers import pipeline, trainer
@@ -67,7 +67,6 @@ class Layouts(L.Callback):
 
 
 def fit(
-    rank: int = 0,
     devices: int = 1,
     folder: Path | None = None,
     model: Any = Layered,
@@ -86,24 +85,18 @@ def fit(
         options |= {"num_stages": stages or devices, "devices": devices}
         options["strategy"] = {"num_microbatches": MICRO_BATCHES, **(strategy or {})}
     else:
-        size, options["accumulate_grad_batches"], options["callbacks"] = (
-            SIZE // MICRO_BATCHES,
-            MICRO_BATCHES,
-            [callback],
-        )
-    path, batches = (
-        options.pop("ckpt_path", None),
-        loader(model, options.pop("samples", 2 * SIZE), size, shuffle=options.pop("shuffle", False)),
-    )
+        size = SIZE // MICRO_BATCHES
+        options |= {"accumulate_grad_batches": MICRO_BATCHES, "callbacks": [callback]}
+    path = options.pop("ckpt_path", None)
     runner = make(**options)
-    runner.fit(module, batches, loader(model, SIZE, SIZE), ckpt_path=path)
+    runner.fit(module, loader(model, 2 * SIZE, size), loader(model, SIZE, SIZE), ckpt_path=path)
     if folder is not None:
         runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
     value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
     assert make is trainer or runner.strategy.num_stages == runner.strategy.cluster.stage_map.num_stages == (
         stages or devices
     )
-    return {n: t.clone() for n, t in module.state_dict().items()}, layouts, value, callback.num_frozen
+    return state(module), layouts, value, callback.num_frozen
 
 
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -111,7 +104,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tmp_path: Path) -> None:
     expected, _, value, frozen = fit(make=trainer)
-    for weights, layouts, *others in processes.results(processes.run(2, fit, 2, tmp_path, folder=tmp_path)):
+    for weights, layouts, *others in processes.everywhere(2, fit, 2, tmp_path, folder=tmp_path):
         assert layouts.seen == [[(1,), (0,)], [(0, 1)]]
         assert layouts.opened[0] == layouts.opened[-1], "each change leaves something open"
         assert_close(weights, expected, **EXACT)
@@ -119,7 +112,7 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
     assert_close(torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"], expected, **EXACT)
 
 
-def with_large_values(rank: int) -> Any:
+def with_large_values() -> Any:
     """What travels in training differs from what travels in validation, and is too large for a frame."""
     torch.manual_seed(3)
     module, layouts = Layered(), Layouts()
@@ -141,7 +134,7 @@ def killed(rank: int) -> Any:
         join(self, party)
 
     with mock.patch.object(ProcessGroups, "join", die):
-        return fit(rank, 2, strategy={"timeout": 8.0})
+        return fit(2, strategy={"timeout": 8.0})
 
 
 @pytest.mark.slow
@@ -151,22 +144,22 @@ def test_a_process_that_is_killed_while_stages_become_shared_is_named(tmp_path: 
     assert "PeerError" in survivor.error and "rank 1 (stage 0, replica 1) does not answer" in survivor.error
 
 
-def resumed(rank: int, folder: Path) -> Any:
+def resumed(folder: Path) -> Any:
     single: dict[str, Any] = {"precision": 32}  # as which Lightning loads weights, before it makes doubles of them
-    fit(rank, 2, folder, max_epochs=2, **single)
-    return fit(rank, 2, **single), fit(rank, 2, ckpt_path=folder / "2.ckpt", **single)
+    fit(2, folder, max_epochs=2, **single)
+    return fit(2, **single), fit(2, ckpt_path=folder / "2.ckpt", **single)
 
 
-def in_four(rank: int) -> Any:
+def in_four() -> Any:
     """A stage with everything fits when most is frozen; micro-batches are as many as for four stages."""
-    return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 25_000})
+    return fit(4)[1].seen, fit(4, strategy={"num_microbatches": "auto", "memory_limit": 25_000})
 
 
 @pytest.mark.slow
 def test_stages_are_halved_as_far_as_memory_allows(tmp_path: Path) -> None:
     expected = fit(strategy={"num_microbatches": 16})[0]
     alone, halved, together = [(3,), (2,), (1,), (0,)], [(2, 3), (0, 1)], [(0, 1, 2, 3)]
-    for most, (weights, layouts, *_) in processes.results(processes.run(4, in_four, folder=tmp_path)):
+    for most, (weights, layouts, *_) in processes.everywhere(4, in_four, folder=tmp_path):
         assert most == [alone, together]
         assert layouts.seen == [alone, halved, together]
         assert_close(weights, expected, **EXACT)
@@ -239,18 +232,14 @@ class Normed(Layered):
     norm = nn.BatchNorm1d
 
 
-def with_objects(rank: int) -> list[Any]:
-    return [fit(rank, 2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
-
-
-def all_of(rank: int, folder: Path) -> tuple[Any, Any, Any]:
-    return with_objects(rank), resumed(rank, folder), with_large_values(rank)
+def with_objects() -> list[Any]:
+    return [fit(2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("two")
-    return processes.results(processes.run(2, all_of, folder, folder=folder))
+    return processes.everywhere(2, lambda: (with_objects(), resumed(folder), with_large_values()), folder=folder)
 
 
 ALONE, SHARED = [(1,), (0,)], [(0, 1)]

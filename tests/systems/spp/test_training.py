@@ -19,7 +19,7 @@ from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.systems.spp.placement import SppSource
 from tests import processes
-from tests.averaging.models import assert_close, state
+from tests.comparing import assert_close, state
 from tests.models import MLP, loader
 from tests.planning.known_costs import of_nodes
 from tests.planning.test_planner import Net
@@ -45,7 +45,7 @@ def placed(rank: int | None) -> Any:
 @pytest.mark.slow
 def test_stages_are_placed_by_bandwidth_and_train_as_one_process(tmp_path: Path) -> None:
     expected, _ = placed(None)
-    for weights, devices in processes.results(processes.run(4, placed, folder=tmp_path)):
+    for weights, devices in processes.each(4, placed, folder=tmp_path):
         assert_close(weights, expected)
         assert sorted(rank for ranks in devices for rank in ranks) == [0, 1, 2, 3]
         assert 0 in devices[-1] and all(len({rank % 2 for rank in ranks}) == 1 for ranks in devices)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging, Survival
 from tests import processes
-from tests.averaging.models import Models, Net, assert_equal, state
+from tests.averaging.models import Models, Net
+from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.systems.survival.runs import Event, Run, Told, running
 from tests.trainers import pipeline
@@ -140,7 +141,7 @@ def test_two_groups_learn_what_groups_of_one_world_do(tmp_path: Path, models: in
         for group in (0, 1):
             run.start(group, models=models)
         found = [run.ends(group) for group in (0, 1)]
-    assert_equal(found, processes.results(processes.run(2, of_core, models, folder=tmp_path)))
+    assert_equal(found, processes.each(2, of_core, models, folder=tmp_path))
 
 
 def stepped(group: int, start: int = 0) -> Callable[[Event], bool]:

@@ -18,7 +18,7 @@ import torch
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Survival
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import assert_equal
+from tests.comparing import assert_equal
 from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.trainers import trainer
@@ -120,8 +120,7 @@ def test_a_script_starts_its_groups_and_a_dead_one_again(tmp_path: Path) -> None
     assert "group 0 has died (rank 1 was killed by SIGKILL); it may start again 3 times" in said
     left = [torch.load(path) for path in sorted(tmp_path.glob("left-*.pt"))]
     assert len(left) == 4
-    for other in left[1:]:
-        assert_equal(left[0], other)
+    assert_equal(left, [left[0]] * 4)
     for steps in (*steps_of(tmp_path, 1).values(), *steps_of(tmp_path, 0, before).values()):
         assert steps == list(range(steps[0], steps[-1] + 1))
     assert (tmp_path / "saved" / "last.ckpt").exists()
