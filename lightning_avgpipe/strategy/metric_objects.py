@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.collectives import Collectives
@@ -110,7 +112,8 @@ def local_metrics(
     """Return a context within which metric objects work on the process of the last stage.
 
     They communicate only with the processes of other groups' last stages, to compute what all groups have seen in
-    training; in evaluation every group sees the same data. Within a step they only look at values, wherever they are
+    training; in evaluation every group sees the same data. So do those of callbacks, and others that are no submodules,
+    unless they have a way of their own. Within a step those of the module only look at values, wherever they are
     called.
 
     Args:
@@ -146,6 +149,20 @@ def local_metrics(
         replacements.append((metric, "forward", looking_on(metric, _noted(metric, metric.forward, values))))
         for name, function in (("distributed_available_fn", are_several), ("dist_sync_fn", gather)):
             replacements.append((metric, name, _Connecting(function, getattr(metric, name))))
+    sync = Metric.sync
+
+    @functools.wraps(sync)
+    def of_any(
+        self: Metric, dist_sync_fn: Any = None, process_group: Any = None, should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:  # fmt: skip
+        # Without this, one that the module has in a list would wait in a hook of rank 0 for processes that do not come,
+        # and one of a callback, which runs on every process, would count what all stages have seen for each of them.
+        if distributed_available is None and self.distributed_available_fn is jit_distributed_available:
+            distributed_available, dist_sync_fn = are_several, dist_sync_fn or gather
+        sync(self, dist_sync_fn, process_group, should_sync, distributed_available)
+
+    replacements.append((Metric, "sync", of_any))
     return all_replaced(replacements)
 
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
@@ -439,3 +439,46 @@ def test_a_buffer_that_a_submodule_replaces_is_logged_and_returned_as_it_is_in_t
 def test_no_cut_lies_between_a_submodule_that_replaces_a_buffer_and_what_logs_it() -> None:
     with pytest.raises(PartitionError, match=r"reads a tensor that unit 'b' at .* writes into"):
         piped(HandsOutReplaced(), split_points=["c"])
+
+
+class CountsInCallback(L.Callback):
+    """Counts the samples of validation, of which every process sees the outputs."""
+
+    def __init__(self) -> None:
+        self.samples, self.found = SumMetric(), list[float]()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.samples.update(len(outputs))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.found.append(float(self.samples.compute()))
+        self.samples.reset()
+
+
+class CountsInList(Layers):
+    """Has a metric object in a list, which hooks of rank 0 update and ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.found = [SumMetric()], list[float]()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses[0].update(outputs["loss"])
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(float(self.losses[0].compute()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0])
+
+
+def _counted(rank: int, folder: Path) -> tuple[list[float], list[float]]:
+    devices, callback = processes.num_processes(), CountsInCallback()
+    options = {"callbacks": [callback], "num_sanity_val_steps": 0}
+    return piped(CountsInList(), devices, devices, options).found, callback.found
+
+
+def test_metric_objects_that_are_no_submodules_wait_for_no_stage_and_count_for_one(tmp_path: Path) -> None:
+    ((losses, samples), (_, known)), one = processes.two_and_one(_counted, tmp_path)
+    assert ([pytest.approx(loss) for loss in losses], samples) == one
+    assert samples == known == [32]
