@@ -5,6 +5,7 @@ An example is a temperature that ``on_train_epoch_end`` lowers, and that stages 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.reads import Key
+from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
 from lightning_avgpipe.state.outside import KINDS, outside, variable
@@ -91,7 +93,8 @@ class _Hooks:
         optimization, settings = _optimization(self._trainer), self._settings()
         consisted = _structure(self._modules, self._trainer.optimizers)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
-        with Writes(self._module) as writes, self._leading():
+        one = alone() if self._cluster.leaders.world_size == 1 else contextlib.nullcontext()
+        with Writes(self._module) as writes, self._leading(), one, in_hook():
             result = hook()
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())

@@ -128,3 +128,26 @@ def _ranks() -> tuple[set[int], set[int]]:
 def test_steps_find_one_process_and_hooks_within_them_their_own_rank(tmp_path: Path) -> None:
     found = processes.everywhere(2, _ranks, folder=tmp_path)
     assert found == [({0}, {rank}) for rank in (0, 1)]
+
+
+class Gathers(Layers):
+    """Sums over all processes if there are several, as one writes it for ddp, in a hook of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = list[float]()
+
+    def on_train_epoch_end(self) -> None:
+        total = torch.ones(())
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)
+        self.summed.append(float(total))
+
+
+def _gathered(rank: int, folder: Path) -> list[float]:
+    return piped(Gathers(), processes.num_processes(), processes.num_processes()).summed
+
+
+def test_a_hook_of_rank_0_finds_one_process_and_waits_for_no_other(tmp_path: Path) -> None:
+    (found, _), one = processes.two_and_one(_gathered, tmp_path)
+    assert found == one == [1.0]
