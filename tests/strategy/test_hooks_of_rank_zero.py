@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_avgpipe as ap
+from lightning_avgpipe.strategy.checkpoint_files import load_shards
 from tests import processes
 from tests.comparing import assert_equal
 from tests.strategy.steps import Layers, data, errors_of_two_processes, piped, states_of_two_processes
@@ -131,23 +132,27 @@ def test_steps_find_one_process_and_hooks_within_them_their_own_rank(tmp_path: P
 
 
 class Gathers(Layers):
-    """Sums over all processes if there are several, as one writes it for ddp, in a hook of rank 0."""
+    """Sums over all processes if there are several, as one writes it for ddp, in a hook of rank 0, and saves there."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.summed = list[float]()
+        self.path, self.summed = path, list[float]()
 
     def on_train_epoch_end(self) -> None:
         total = torch.ones(())
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
         self.summed.append(float(total))
+        self.trainer.save_checkpoint(self.path)
 
 
-def _gathered(rank: int, folder: Path) -> list[float]:
-    return piped(Gathers(), processes.num_processes(), processes.num_processes()).summed
+def _gathered(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    devices, path = processes.num_processes(), folder / "saved.ckpt"
+    module = piped(Gathers(path), devices, devices, save_distributed_checkpoint=True)
+    return module.summed, load_shards(path, False, None)["state_dict"]
 
 
 def test_a_hook_of_rank_0_finds_one_process_and_waits_for_no_other(tmp_path: Path) -> None:
-    (found, _), one = processes.two_and_one(_gathered, tmp_path)
-    assert found == one == [1.0]
+    ((summed, saved), (_, again)), one = processes.two_and_one(_gathered, tmp_path)
+    assert summed == one[0] == [1.0]
+    assert_equal([saved, again], [one[1]] * 2)

@@ -472,7 +472,7 @@ class CountsInList(Layers):
         return self.through(batch[0])
 
 
-def _counted(rank: int, folder: Path) -> tuple[list[float], list[float]]:
+def _counted(folder: Path) -> tuple[list[float], list[float]]:
     devices, callback = processes.num_processes(), CountsInCallback()
     options = {"callbacks": [callback], "num_sanity_val_steps": 0}
     return piped(CountsInList(), devices, devices, options).found, callback.found
