@@ -65,20 +65,6 @@ def in_hook() -> Iterator[None]:
         _here.in_hook = before
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Within this context this thread finds all processes again: all of them call torch.distributed."""
-    thread, depth = threading.get_ident(), _here.depth
-    _here.depth = 0
-    _threads.discard(thread)
-    try:
-        yield
-    finally:
-        _here.depth = depth
-        if depth:
-            _threads.add(thread)
-
-
 def hides_rank() -> bool:
     """Return whether this thread runs code of a step, for which the stages of its group are one process."""
     return is_alone() and not _here.in_hook

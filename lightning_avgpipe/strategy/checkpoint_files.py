@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils import _pytree as pytree
 
-from lightning_avgpipe.comm.alone import together
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.utils.lightning import CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, get_filesystem
@@ -160,8 +159,7 @@ def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:
 
     def save() -> None:
         try:
-            with together():  # a hook may save that finds one process
-                dcp.save(shards, checkpoint_id=folder, process_group=cluster.group.process_group)
+            dcp.save(shards, checkpoint_id=folder, process_group=cluster.group.process_group)
         except dcp.CheckpointException as error:  # names the failures of all processes, to all of them
             failures.update((rank, failure) for rank, (failure, _) in error.failures.items())
 
