@@ -35,6 +35,8 @@ OF_EVALUATION = tuple(
     for stage in _STAGES[1:]
     for when in ("end", "epoch_start", "epoch_end", "batch_start", "batch_end")
 )
+# Hooks in which all callbacks come one after the other, at the end of what has been logged.
+LOGGING_LAST = ("on_train_batch_end", *(f"on_{stage}_epoch_end" for stage in _STAGES[:3]))
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 WITH_RESULTS = tuple(f"on_{stage}_{what}_end" for stage in _STAGES for what in ("batch", "epoch"))
 # Hooks that every process of a group runs, as often and in the same order, while a model trains.
@@ -63,6 +65,7 @@ _BATCH_ENDS = {
     "test_step": "on_test_batch_end",
     "predict_step": "on_predict_batch_end",
 }
+_METRICS = frozenset(("callback_metrics", "logged_metrics", "progress_bar_metrics"))  # of the trainer
 # Callbacks of these packages look at weights through the strategy only.
 _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
@@ -86,6 +89,16 @@ def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[A
 def has_any(trainer: pl.Trainer, names: Collection[str]) -> bool:
     """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
     return any(True for _ in users_hooks(trainer, names))
+
+
+def callbacks_reading_metrics(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """Yield callbacks of the user, and their hooks, whose code names metrics that a callback before may have logged."""
+    for name in LOGGING_LAST:
+        callbacks = [owner for owner, _ in users_hooks(trainer, [name]) if owner is not trainer.lightning_module]
+        for callback in callbacks[1:]:
+            code = getattr(inspect.unwrap(getattr(callback, name)), "__code__", None)
+            if code is None or not _METRICS.isdisjoint(code.co_names):
+                yield callback, name
 
 
 def named_at_batch_end(trainer: pl.Trainer, step: str) -> frozenset[str]:

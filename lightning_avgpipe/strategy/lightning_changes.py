@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.hooks import has_any, users_hooks
+from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.loop import PipelineLoop
@@ -72,31 +72,38 @@ def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
     return replaced(module, "on_train_epoch_end", on_train_epoch_end)
 
 
-def known_at_batch_end(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context within which all ranks know what hooks of the user log at the end of a batch of training.
+def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context within which all ranks know what hooks of the user log, where other hooks decide by it.
 
-    Lightning's checkpoints run after all other callbacks, and schedulers that monitor a metric after the module's hook.
+    Lightning's checkpoints run after all other callbacks of a batch's end, schedulers that monitor a metric after the
+    module's hook, and callbacks of the user's one after the other.
 
     Args:
         trainer: trainer whose hooks are the user's still.
         sync: tells all ranks rank 0's metrics.
     """
-    connector, name = trainer._logger_connector, "on_train_batch_end"
+    connector, at_end = trainer._logger_connector, "on_train_batch_end"
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if not has_any(trainer, [name]):
-        return contextlib.nullcontext()
 
     def after_syncing(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def synced(*args: Any, **kwargs: Any) -> Any:
-            if trainer.training:
-                sync()
+            sync()
             return run(*args, **kwargs)
 
         return synced
 
-    deciding = [(c, name, after_syncing(c.on_train_batch_end)) for c in callbacks if isinstance(c, ModelCheckpoint)]
-    return all_replaced([(connector, "on_batch_end", after_syncing(connector.on_batch_end)), *deciding[:1]])
+    def on_batch_end() -> None:
+        if trainer.training:
+            sync()
+        end_batch()
+
+    end_batch = connector.on_batch_end
+    reading = [(c, name, after_syncing(getattr(c, name))) for c, name in callbacks_reading_metrics(trainer)]
+    if not has_any(trainer, [at_end]):
+        return all_replaced(reading)
+    deciding = [(c, at_end, after_syncing(c.on_train_batch_end)) for c in callbacks if isinstance(c, ModelCheckpoint)]
+    return all_replaced([*reading, (connector, "on_batch_end", on_batch_end), *deciding[:1]])
 
 
 def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:

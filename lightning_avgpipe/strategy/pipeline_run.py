@@ -170,8 +170,7 @@ class PipelineRun:
         if not several:
             return
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
-        if fitting:
-            enter(changes.known_at_batch_end(trainer, self._sync_metrics))
+        enter(changes.known_between_hooks(trainer, self._sync_metrics))
         if cluster.group.world_size > 1:
             enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
             enter(changes.clipping(trainer, self.models.norms))

@@ -146,7 +146,7 @@ class WholeRun(PassthroughRun):
         enter(changes.without_inference_mode(trainer))
         enter(all_replaced(callbacks_refusing_exports(trainer)))
         enter(changes.known_at_epoch_end(trainer))
-        enter(changes.known_at_batch_end(trainer, self._connector.sync))
+        enter(changes.known_between_hooks(trainer, self._connector.sync))
         self._undo.callback(give_back, context, deployment)
 
     def _divide(self) -> dict[str, int]:

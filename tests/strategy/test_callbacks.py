@@ -319,18 +319,35 @@ class Smooth(L.Callback):
         self.mean = 0.5 * self.mean + 0.5 * float(outputs["loss"])
         pl_module.log("mean", self.mean, sync_dist=True)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("epoch", float(trainer.current_epoch))
+
+
+class Adapts(L.Callback):
+    """Sets learning rates by what a callback before it has logged in the same hook."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.change(trainer, float(trainer.callback_metrics["mean"]) > 0.9)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.change(trainer, trainer.callback_metrics.get("epoch", -1) == trainer.current_epoch)
+
+    def change(self, trainer: Any, is_high: bool) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9 if is_high else 0.8
+
 
 def decided(folder: Path) -> dict[str, Any]:
     torch.manual_seed(3)
     module = LogsAtEnd("step", "end")
     best = ModelCheckpoint(folder, monitor="mean", every_n_train_steps=1, save_top_k=2, filename="{step}-{mean:.2f}")
-    options = {"callbacks": [Smooth(), best], "enable_checkpointing": True, "max_epochs": 2}
+    options = {"callbacks": [Smooth(), Adapts(), best], "enable_checkpointing": True, "max_epochs": 2}
     pipeline(2, processes.num_processes(), {"num_microbatches": 2}, **options).fit(module, loader(MLP, 24, 4))
     files = sorted(Path(path).name for path in best.best_k_models)
     return {"rate": module.trainer.optimizers[0].param_groups[0]["lr"], "files": files, "weights": state(module)}
 
 
-def test_all_ranks_decide_by_what_hooks_log_at_the_end_of_a_batch(tmp_path: Path) -> None:
+def test_all_ranks_decide_by_what_hooks_log_at_the_end_of_a_batch_or_an_epoch(tmp_path: Path) -> None:
     two, one = processes.two_and_one(decided, tmp_path)
     assert one["rate"] < 0.05
     assert len(one["files"]) == 2
