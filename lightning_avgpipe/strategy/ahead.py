@@ -78,8 +78,9 @@ class Overlap:
         """
         if self.awaits_step:
             raise ConfigurationError(
-                f"{type(self._module).__name__}.optimizer_step does not step after each batch, but with {self.option} "
-                f"a batch begins before the step of the one before; step the optimizer each time, or use {self.instead}"
+                f"{type(self._module).__name__}.optimizer_step does not step after each batch (or the optimizer "
+                f"evaluates its closure several times), but with {self.option} a batch begins before the step of the "
+                f"one before; step once for each batch, or use {self.instead}"
             )
         iteration = self.coming.popleft() if self.coming else self._loop.new_iteration(STEP, batches, rest)
         if iteration.batches[0] is not batches[0] or iteration.changed:

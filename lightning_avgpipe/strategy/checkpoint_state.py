@@ -175,8 +175,9 @@ class CheckpointState:
         """
         cluster, deployment = self._connection.cluster, self._deployment
         states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
-        if deployment is not None and on_meta(self.module):
-            deployment.holdings.load_later(states)
+        # the same on all processes, of which one may have been given all weights
+        if deployment is not None and cluster is not None and cluster.group.count(on_meta(self.module)):
+            deployment.holdings.load_later([{**state, "state": _by_number(state)} for state in states])
             states = [{**state, "state": {}} for state in states]
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
@@ -213,13 +214,25 @@ class CheckpointState:
             gather.fill([name for name, _ in module.named_parameters()])
 
 
+def _by_number(state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the states of an optimizer's parameters by their numbers; distributed checkpoints have their names."""
+    names = (name for group in state["param_groups"] for name in group["params"])
+    number = {name: i for i, name in enumerate(names)}
+    return {number[name]: entry for name, entry in state["state"].items()}
+
+
 def _check_numbers(checkpoint: Mapping[str, Any]) -> None:
     """Check that all tensors of a checkpoint have numbers, also those that callbacks and hooks have put into it."""
     for name, leaf in tree.flatten_with_names(checkpoint)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_meta:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            continue
+        if name.startswith("['state_dict']"):
             raise AbsentValueError(
-                f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose "
-                "numbers this process does not have. Average weights with Lightning's EMAWeightAveraging or "
-                "WeightAveraging, which know all stages, or keep copies of weights as submodules or buffers of the "
-                "LightningModule"
+                f"the checkpoint has {name} without numbers: no process has any, or state_dict() of the module gives a "
+                "weight of another stage a name that is not its own"
             )
+        raise AbsentValueError(
+            f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose numbers "
+            "this process does not have. Average weights with Lightning's EMAWeightAveraging or WeightAveraging, which "
+            "know all stages, or keep copies of weights as submodules or buffers of the LightningModule"
+        )

@@ -251,7 +251,7 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
 
 
 def one_run(cluster: Cluster | None, module: pl.LightningModule) -> None:
-    """Check that no run of the trainer has begun that has not ended.
+    """Check that no run of the trainer on several processes has begun that has not ended.
 
     Args:
         cluster: the processes of the last run; None before the first one.
@@ -259,12 +259,12 @@ def one_run(cluster: Cluster | None, module: pl.LightningModule) -> None:
     Raises:
         ConfigurationError: the trainer runs already, so that a hook has called one of its methods.
     """
-    if cluster is not None and cluster.is_open:
+    if cluster is not None and cluster.is_open and cluster.world.world_size > 1:
         function = module.trainer.state.fn
         assert function is not None
         raise ConfigurationError(
-            f"trainer.{function.value}() was called within another run of the same "
-            "trainer; Lightning has one run at a time, with every strategy. Call it after that run, or let the trainer "
+            f"trainer.{function.value}() was called within another run of the same trainer, whose stages are on "
+            f"{cluster.world.world_size} processes until it has ended. Call it after that run, or let the trainer "
             "validate while it trains (val_check_interval, check_val_every_n_epoch)"
         )
 

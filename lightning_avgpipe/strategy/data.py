@@ -287,14 +287,14 @@ def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
     Raises:
         ConfigurationError: it does, as for ddp, so that samples would be left out.
     """
-    samplers = [getattr(holder, "sampler", None) for holder in (dataloader, getattr(dataloader, "batch_sampler", None))]
+    batches = getattr(dataloader, "batch_sampler", None)
+    samplers = getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)
     divides = next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
     if divides is not None and divides.num_replicas == world_size != readers:
         raise ConfigurationError(
-            f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here the stages "
-            "of a pipeline work on the same batch, so that samples would be left out. Leave it out: training data are "
-            "divided among the groups of processes, and evaluation reads all. Or give it "
-            f"num_replicas={readers}, as trainer.distributed_sampler_kwargs do in training"
+            f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here only "
+            f"{readers} would read a part, so that samples would be left out. Leave it out: training data are divided "
+            "among the groups of processes, and in evaluation each group reads all"
         )
 
 

@@ -95,10 +95,17 @@ def callbacks_reading_metrics(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
     """Yield callbacks of the user, and their hooks, whose code names metrics that a callback before may have logged."""
     for name in LOGGING_LAST:
         callbacks = [owner for owner, _ in users_hooks(trainer, [name]) if owner is not trainer.lightning_module]
-        for callback in callbacks[1:]:
-            code = getattr(inspect.unwrap(getattr(callback, name)), "__code__", None)
-            if code is None or not _METRICS.isdisjoint(code.co_names):
-                yield callback, name
+        yield from ((callback, name) for callback in callbacks[1:] if _names_metrics(getattr(callback, name)))
+
+
+def reads_metrics(trainer: pl.Trainer) -> bool:
+    """Return whether the code of any hook of the user names the trainer's metrics."""
+    return any(_names_metrics(getattr(owner, name)) for owner, name in users_hooks(trainer, SEEING_WEIGHTS))
+
+
+def _names_metrics(hook: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return code is None or not _METRICS.isdisjoint(code.co_names)
 
 
 def named_at_batch_end(trainer: pl.Trainer, step: str) -> frozenset[str]:

@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, users_hooks
+from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, reads_metrics, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.loop import PipelineLoop
@@ -99,11 +99,16 @@ def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> Abstra
         end_batch()
 
     end_batch = connector.on_batch_end
-    reading = [(c, name, after_syncing(getattr(c, name))) for c, name in callbacks_reading_metrics(trainer)]
-    if not has_any(trainer, [at_end]):
-        return all_replaced(reading)
-    deciding = [(c, at_end, after_syncing(c.on_train_batch_end)) for c in callbacks if isinstance(c, ModelCheckpoint)]
-    return all_replaced([*reading, (connector, "on_batch_end", on_batch_end), *deciding[:1]])
+    replacements = [(c, name, after_syncing(getattr(c, name))) for c, name in callbacks_reading_metrics(trainer)]
+    checkpoints = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+    if any(owner not in checkpoints for owner, _ in users_hooks(trainer, [at_end])):
+        if reads_metrics(trainer) or any(
+            one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs
+        ):
+            replacements.append((connector, "on_batch_end", on_batch_end))
+        deciding = [c for c in checkpoints if c._every_n_train_steps or c._train_time_interval is not None]
+        replacements += [(c, at_end, after_syncing(c.on_train_batch_end)) for c in deciding[:1]]
+    return all_replaced(replacements)
 
 
 def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:

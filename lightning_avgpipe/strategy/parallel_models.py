@@ -126,6 +126,9 @@ class ParallelModels:
 
     def _keeps_gradients(self) -> bool:
         """Return whether gradients may stay after a step: those of no optimizer, or where user code clears them."""
+        plan, stage_map = self._deployment.plan, self._cluster.stage_map
+        if plan is None or not (plan.copied or stage_map.stage_replicas or self._cluster.replicas):
+            return False  # nothing is summed
         if self._clears_by_hand:
             return True
         stepped = self._stepped()
@@ -167,8 +170,9 @@ class ParallelModels:
         zero_grad()
         if others and self._clears_by_hand:
             stepped, named = self._stepped(), self._module.named_parameters()
-            kept = (name for name, p in named if p.grad is not None and id(p) in stepped and p.grad.any())
-            if (name := next(kept, None)) is not None:
+            left = {name: p.grad for name, p in named if p.grad is not None and id(p) in stepped}
+            if left and torch.stack([gradient.any() for gradient in left.values()]).any():  # one wait for the device
+                name = next(name for name, gradient in left.items() if gradient.any())
                 raise ConfigurationError(
                     f"{type(self._module).__name__}.optimizer_zero_grad keeps the gradient of '{name}', but it is "
                     "called for one of several parallel models only. Accumulate with "

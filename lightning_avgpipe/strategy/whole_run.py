@@ -144,6 +144,7 @@ class WholeRun(PassthroughRun):
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.without_inference_mode(trainer))
+        enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
         enter(all_replaced(callbacks_refusing_exports(trainer)))
         enter(changes.known_at_epoch_end(trainer))
         enter(changes.known_between_hooks(trainer, self._connector.sync))

@@ -311,7 +311,13 @@ class ReadsAPart(MLP):
         return DataLoader(data, 6, sampler=DistributedSampler(data))
 
 
+class RunsWithin(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.validate(self, loader(MLP, 6, 6))
+
+
 REFUSED = {
+    RunsWithin: "trainer.validate() was called within another run",
     ReadsAPart: "DistributedSampler divides the data among all 2 processes",
     ChangesLate: "a hook changed [0] of the batch after it was sent",
     ReplacesLate: "a hook changed [1] of the batch after it was sent",

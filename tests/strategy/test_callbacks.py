@@ -264,18 +264,6 @@ def test_the_batch_size_finder_finds_what_it_would_on_one_device() -> None:
     assert found_size(pipeline) == found_size(trainer)
 
 
-class Validates(L.Callback):
-    """Calls a method of the trainer that runs it, which no strategy of Lightning supports."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.validate(pl_module, loader(MLP, 8, 4))
-
-
-def test_a_run_within_a_run_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"trainer.validate\(\) was called within another run"):
-        pipeline(callbacks=[Validates()]).fit(MLP(), loader(MLP, 8, 4))
-
-
 @pytest.mark.parametrize("callback", [BatchSizeFinder, lambda: ModelPruning("l1_unstructured", amount=0.5)])
 def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: Any) -> None:
     made = callback()

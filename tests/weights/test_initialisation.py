@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks import memory
 from lightning_avgpipe.errors import ConfigurationError, StageError
+from lightning_avgpipe.strategy.checkpoint_files import load_shards
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from tests.comparing import assert_equal, assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
@@ -186,6 +187,24 @@ def work(folder: Path) -> dict[str, Any]:
     last.save_checkpoint(folder / "resumed.ckpt")
     alone = runner().validate(Mixed(), more, verbose=False)
     return {"held": held, "tested": tested, "predicted": predicted, "alone": alone}
+
+
+def test_a_module_without_contents_resumes_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    strategy = {"num_microbatches": 4, "save_distributed_checkpoint": True}
+
+    def fit(epochs: int, path: Path | None = None) -> Any:
+        torch.manual_seed(5)
+        callbacks = [SavesAtStart(tmp_path / f"before_{epochs}")]
+        runner = pipeline(2, strategy=strategy, max_epochs=epochs, callbacks=callbacks)
+        runner.fit(Mixed(tied=False), loader(Mixed, 16, 8), ckpt_path=path)
+        return runner
+
+    fit(1).save_checkpoint(tmp_path / "first")
+    through, resumed = fit(2), fit(2, tmp_path / "first")
+    assert_same_parameters(through.lightning_module, resumed.lightning_module)
+    first, before = (load_shards(tmp_path / name, True, None) for name in ("first", "before_2"))
+    for name in ("state_dict", "optimizer_states"):
+        assert_equal(before[name], first[name])
 
 
 @pytest.fixture(scope="module")
