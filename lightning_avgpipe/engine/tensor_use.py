@@ -126,7 +126,7 @@ class naming_overwritten_buffers:
             "not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "
             f"{program.stage}). Compute with a clone() of the buffer, or write into it with every micro-batch (by "
             f"nothing, if need be), so that copies are kept. ({str(error).partition(' Hint')[0]})"
-        ) from error  # which does not name the tensor, so that it may be another one of this shape
+        ) from None  # the original error is quoted; it names no tensor, so it may be another one of this shape
 
 
 def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> list[str]:
