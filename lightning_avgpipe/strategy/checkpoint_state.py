@@ -125,11 +125,13 @@ class CheckpointState:
         """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own."""
         inner, cluster = unwrapped(optimizer), self._connection.cluster
         waiting = None if self._deployment is None else self._deployment.holdings.to_load(inner)
+        entries = None if waiting is None else waiting["state"]
         if self._configuration.options.save_distributed_checkpoint:
-            first = None if waiting is None else waiting["state"] if cluster is None or cluster.rank == 0 else {}
-            return named_optimizer_state(inner, self.module, first)
-        if waiting is not None:
-            return {**inner.state_dict(), "state": waiting["state"]}
+            if entries is not None and cluster is not None and cluster.rank:  # every process has been given all
+                entries = {}
+            return named_optimizer_state(inner, self.module, entries)
+        if entries is not None:
+            return {**inner.state_dict(), "state": entries}
         if cluster is None or cluster.world.world_size == 1:
             return inner.state_dict()
         if self._configuration.options.shard is not None:

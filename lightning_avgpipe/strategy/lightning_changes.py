@@ -79,7 +79,7 @@ def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> Abstra
     module's hook, and callbacks of the user's one after the other.
 
     Args:
-        trainer: trainer whose hooks are the user's still.
+        trainer: trainer of the run.
         sync: tells all ranks rank 0's metrics.
     """
     connector, at_end = trainer._logger_connector, "on_train_batch_end"

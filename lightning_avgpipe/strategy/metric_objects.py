@@ -149,21 +149,28 @@ def local_metrics(
         replacements.append((metric, "forward", looking_on(metric, _noted(metric, metric.forward, values))))
         for name, function in (("distributed_available_fn", are_several), ("dist_sync_fn", gather)):
             replacements.append((metric, name, _Connecting(function, getattr(metric, name))))
+    replacements.append((Metric, "sync", _syncing(are_several, gather)))
+    return all_replaced(replacements)
+
+
+def _syncing(are_several: Callable[[], bool], gather: Callable[..., list[Tensor]]) -> Callable[..., None]:
+    """Return a method in the place of ``Metric.sync`` for metric objects that are no submodules of the module.
+
+    Without it, one in a list of the module would wait in a hook of rank 0 for processes that do not come. One of a
+    callback, which runs on every process, would count what each stage has seen.
+    """
     sync = Metric.sync
 
     @functools.wraps(sync)
-    def of_any(
+    def synced(
         self: Metric, dist_sync_fn: Any = None, process_group: Any = None, should_sync: bool = True,
         distributed_available: Any = None,
     ) -> None:  # fmt: skip
-        # Without this, one that the module has in a list would wait in a hook of rank 0 for processes that do not come,
-        # and one of a callback, which runs on every process, would count what all stages have seen for each of them.
         if distributed_available is None and self.distributed_available_fn is jit_distributed_available:
             distributed_available, dist_sync_fn = are_several, dist_sync_fn or gather
         sync(self, dist_sync_fn, process_group, should_sync, distributed_available)
 
-    replacements.append((Metric, "sync", of_any))
-    return all_replaced(replacements)
+    return synced
 
 
 class _Connecting:

@@ -24,6 +24,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import ReplicaSync
 from lightning_avgpipe.training.stepping import NormsOverStages
 from lightning_avgpipe.utils.lightning import is_overridden, rank_zero_info
+from lightning_avgpipe.utils.tensors import is_strided
 
 
 class ParallelModels:
@@ -170,7 +171,7 @@ class ParallelModels:
         zero_grad()
         if others and self._clears_by_hand:
             stepped, named = self._stepped(), self._module.named_parameters()
-            left = {name: p.grad for name, p in named if p.grad is not None and id(p) in stepped}
+            left = {n: p.grad for n, p in named if id(p) in stepped and p.grad is not None and is_strided(p.grad)}
             if left and torch.stack([gradient.any() for gradient in left.values()]).any():  # one wait for the device
                 name = next(name for name, gradient in left.items() if gradient.any())
                 raise ConfigurationError(
