@@ -293,9 +293,9 @@ def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
     if divides is not None and divides.num_replicas == world_size != readers:
         raise ConfigurationError(
             f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here "
-            f"{readers} of these parts would be read, since the processes of a group work on the same batch, and all other "
-            "samples would be left out. Remove the sampler: training data are divided among the groups of processes, and "
-            "in evaluation each group reads all"
+            f"{readers} of these parts would be read, since a group works on the same batch, and all other "
+            "samples would be left out. Remove the sampler: training data are divided among the groups of "
+            "processes, and in evaluation each group reads all"
         )
 
 
