@@ -102,7 +102,7 @@ def _structure(item: Any, tensors: list[Tensor]) -> Any:
     if kind is tuple or kind is list:
         return kind, [_structure(part, tensors) for part in item]
     if kind is dict:
-        return kind, {name: _structure(part, tensors) for name, part in item.items()}
+        return kind, [(name, _structure(part, tensors)) for name, part in item.items()]  # in order, as the tensors
     leaves, spec = tree.flatten(item)
     if len(leaves) == 1 and leaves[0] is item:
         return kind, id(item)  # an object: its == need not return a bool
@@ -293,8 +293,7 @@ class StageStep:
                 if writer is not UNUSED and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(given)
-                around = self._unforeseen.node if part.program.num_stages > 1 else None
-                replayed = replay(part, self._context_now(copies), around, writer, self._answers)
+                replayed = replay(part, self._context_now(copies), writer, self._answers)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])

@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.errors import StepChangedError
 from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
-from tests.trainers import pipeline
+from tests.trainers import pipeline, twins
 
 BATCHES, MICRO = 4, 4
 FIRST = MICRO  # of the first batch every micro-batch is followed
@@ -61,6 +61,34 @@ class Logged(MLP):
 def test_a_step_is_followed_as_often_as_was_asked_for(static: Any, runs: int, followed: list[int]) -> None:
     trained(Logged(), static_step=static)
     assert sorted(followed) == [0] * runs + [1] * runs
+
+
+class Named(MLP):
+    """Gets inputs and targets of one shape by their names."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch["x"], batch["y"]))
+
+
+class Alternating:
+    """Splits batches into dicts, whose keys come in one order and in the other one from the second batch on."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, batch: Any, num_microbatches: int) -> list[dict[str, Tensor]]:
+        self.batches += 1
+        parts = zip(*(tensor.chunk(num_microbatches) for tensor in batch), strict=True)
+        turned = [self.batches > 1 and i % 2 == 1 for i in range(num_microbatches)]
+        return [{"y": y, "x": x} if turn else {"x": x, "y": y} for turn, (x, y) in zip(turned, parts, strict=True)]
+
+
+@pytest.mark.parametrize("static", ["auto", True])
+def test_keys_of_a_dict_may_come_in_any_order(static: Any) -> None:
+    model, other = twins(Named)
+    for each, how in ((model, static), (other, False)):
+        trained(each, loader(MLP, 32, 8), split_batch=Alternating(), static_step=how)
+    assert_same_parameters(model, other)
 
 
 class SharesDropout(MLP):
