@@ -192,8 +192,8 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
     _load_state_dict(found, reader, planner=_EmptyStateDictLoadPlanner(keys=wanted), no_dist=True)
     found |= torch.load(folder / _META, map_location="cpu", weights_only=_weights_only(weights_only))
     weights = found.pop(_WEIGHTS) if _WEIGHTS in found else found.pop(_WEIGHTS_ELSEWHERE)
-    numbered = sorted(key for key in found if key.startswith(_OPTIMIZER) and key.removeprefix(_OPTIMIZER).isdigit())
-    states = [found.pop(key) for key in numbered]
+    numbered = [f"{_OPTIMIZER}{number}" for number in range(len(found))]
+    states = [found.pop(key) for key in numbered if key in found]
     return {**found, "state_dict": weights, **({"optimizer_states": states} if states else {})}
 
 

@@ -17,7 +17,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.strategy import checkpoint_files
-from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, replacing
+from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, load_shards, replacing
 from tests import processes
 from tests.models import MLP, loader
 from tests.trainers import pipeline
@@ -34,6 +34,14 @@ def trained(request: pytest.FixtureRequest) -> Any:
     runner = pipeline(2, strategy=strategy, max_epochs=1)
     runner.fit(MLP("adamw"), loader(MLP, 16, 8))
     return runner
+
+
+def test_states_of_many_optimizers_are_read_in_their_order(tmp_path: Path) -> None:
+    states = {f"optimizer_{n}": {"state": {"w": torch.tensor(float(n))}} for n in range(12)}
+    dcp.save({"model": {"w": torch.zeros(2)}, **states}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({}, tmp_path / "meta.pt")
+    read = load_shards(tmp_path, optimizers=True, weights_only=True)["optimizer_states"]
+    assert [state["state"]["w"].item() for state in read] == [*range(12)]
 
 
 def half_written(checkpoint: Any, file: Any) -> None:
