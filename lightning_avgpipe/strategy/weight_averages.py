@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.utils.lightning import WEIGHT_AVERAGING, StochasticWeightAveraging, pl
+from lightning_avgpipe.utils.lightning import WEIGHT_AVERAGING, StochasticWeightAveraging, TrainerFn, pl
 from lightning_avgpipe.utils.patching import Replacement
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up
@@ -20,32 +20,25 @@ from lightning_avgpipe.weights.ownership import give_up
 
 def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Replacement]:
     """Yield replacements by which averages of weights are divided as the weights are, and saved whole."""
-    module = trainer.lightning_module
+    module, holdings = trainer.lightning_module, deployment.holdings
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
-            deployment.holdings.copies.append(partial(getattr, callback, "_average_model"))
-            yield from _from_an_epoch_on(callback, module, deployment)
-        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None but in training
-            if on_meta(module):
+            if trainer.state.fn == TrainerFn.FITTING and on_meta(module):
                 raise ConfigurationError(
                     f"{type(callback).__name__} copies the weights before training, but those of "
                     f"{type(module).__name__} are on the meta device until then; build it with contents, or remove the "
                     "callback"
                 )
-            deployment.holdings.copies.append(partial(getattr, callback._average_model, "module"))
+            holdings.copies.append(partial(getattr, callback, "_average_model"))
+            yield from _from_an_epoch_on(callback, module, deployment)
+        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None but in training
+            holdings.copies.append(partial(getattr, callback._average_model, "module"))
             yield from _from_the_start_on(callback, module, deployment)
 
 
 def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
     """Yield replacements for a callback whose average begins in the midst of training, as a copy of what is there."""
     state_dict, average = callback.state_dict, callback._average_model
-
-    def on_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(one: nn.Module, other: nn.Module, *args: Any) -> Any:
-            return function(_Part(one, module), _Part(other, module), *args)
-
-        return run
 
     def whole_state_dict() -> dict[str, Any]:
         state: dict[str, Any] = state_dict()
@@ -54,7 +47,7 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
         return state
 
     for name in ("update_parameters", "transfer_weights"):
-        yield callback, name, on_parts(getattr(callback, name))
+        yield callback, name, _on_part(getattr(callback, name), module, lambda: callback._average_model)
     yield callback, "state_dict", whole_state_dict
     if average is not None:
         yield average, "to", partial(_move, average)
@@ -64,17 +57,12 @@ def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment)
     """Yield replacements for a callback whose average is there before the module is divided, and divided then."""
     average = callback._average_model
 
-    def on_part(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            _give_up_as(module, average.module)
-            return function(*args, **kwargs)
-
-        return run
-
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
         return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
+
+    def on_part(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _on_part(function, module, lambda: average.module)
 
     for name in ("_swap_models", "_copy_average_to_current"):
         yield callback, name, on_part(getattr(callback, name))
@@ -82,27 +70,18 @@ def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment)
     yield average, "state_dict", on_part(state_dict)
 
 
-def _give_up_as(module: nn.Module, copy: nn.Module) -> None:
-    """Let a copy of a module give up the parameters that the module has given up."""
-    give_up(copy, [name for name, parameter in module.named_parameters() if parameter.is_meta])
+def _on_part(function: Callable[..., Any], module: nn.Module, copy: Callable[[], nn.Module]) -> Callable[..., Any]:
+    """Return a function before which a copy of a module gives up the parameters that the module has given up.
 
-
-class _Part:
-    """The part of a module, or of a copy of it, that this process holds.
-
-    Args:
-        whole: the module or the copy.
-        module: the module that was divided.
+    What the function does with those on meta is nothing then.
     """
 
-    def __init__(self, whole: nn.Module, module: nn.Module) -> None:
-        if whole is not module:  # a copy need not hold more than the module
-            _give_up_as(module, whole)
-        self._whole = whole
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        give_up(copy(), [name for name, parameter in module.named_parameters() if parameter.is_meta])
+        return function(*args, **kwargs)
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that have contents here."""
-        return (parameter for parameter in self._whole.parameters() if not parameter.is_meta)
+    return run
 
 
 def _move(average: nn.Module, device: torch.device | str) -> nn.Module:

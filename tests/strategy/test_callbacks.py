@@ -243,6 +243,25 @@ def test_averaged_weights_are_those_of_one_device(average: L.Callback) -> None:
     both(MLP, loader(MLP, 24, 8), loader(MLP, 8, 8), callbacks=[average], max_epochs=3)
 
 
+class MadeOnMeta(MLP):
+    """Has weights without contents until training begins."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.layers = MLP().layers
+
+
+def refused() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        pipeline(2, 2, callbacks=[StochasticWeightAveraging(0.01)]).fit(MadeOnMeta(), loader(MLP, 8, 8))
+    return str(error.value)
+
+
+def test_an_average_of_weights_without_contents_is_refused_on_several_processes(tmp_path: Path) -> None:
+    for text in processes.everywhere(2, refused, folder=tmp_path):
+        assert text.startswith("StochasticWeightAveraging copies the weights before training, but those of MadeOnMeta")
+
+
 class Sized(L.LightningDataModule):
     batch_size = 2
 
