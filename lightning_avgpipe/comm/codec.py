@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 import pickle
 import struct
 import sys
@@ -179,11 +178,6 @@ def _packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packe
     return Packet.of(inner, True), (*(Packet.of(some, on_host) for on_host, some in together.items() if some), *alone)
 
 
-_rest_of = operator.attrgetter(
-    "requires_grad", "entries", "abandoned", "forward_only", "attested", "segments", "decoded"
-)  # the fields of a message after its tensors
-
-
 @dataclass(frozen=True)
 class Structure:
     """The structure of a message: all but its micro-batch and the elements of its tensors.
@@ -262,7 +256,7 @@ class Numbering:
             UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
         """
         forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
-        rest: tuple[Any, ...] = _rest_of(message)
+        rest: tuple[Any, ...] = message[2:]  # all fields after its tensors
         key = forms, rest
         try:
             found = self._structures.get(key)
@@ -353,9 +347,6 @@ class DecodedFrame:
 
 class FrameReader:
     """A reader of frames at the receiving end of a wire.
-
-    Args:
-        device: device of this process.
 
     Attributes:
         usual: the latest structure that has repeated and has packets.

@@ -35,7 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.comm.transfer import Arrivals, begun, ended, is_broken_connection
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.comm.mailbox import Mailbox
 
 _MOST_POSTED = 4  # structures with receives posted in advance: a receive cannot be cancelled, and holds its memory
 _MOST_FRAMES = 4  # frames that are awaited at once
@@ -271,42 +274,6 @@ class Wire:
 # -- senders and receivers ---------------------------------------------------------------------------------------------
 
 
-class SendingEnd(Protocol):
-    """The sending end of all channels from this process to another.
-
-    Attributes:
-        routes: routes of the open channels; the end is closed when the last one is.
-        in_parts: whether a message may be sent on while it arrives.
-    """
-
-    routes: set[Route]
-    in_parts: bool
-
-    def event(self) -> Any:
-        """Return an event after which tensors of the device that are computed now may be read; None on the host."""
-
-    def put(self, outgoing: Outgoing) -> None:
-        """Send a message in its turn; returns at once."""
-
-    def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. The last one waits up to ``join_s`` seconds until all messages are sent."""
-
-
-class ReceivingEnd(Protocol):
-    """The receiving end of all channels from another process to this one."""
-
-    port: Any
-
-    def look(self) -> None:
-        """Take in what has arrived, if no thread does."""
-
-    def expect(self, inbox: NetworkInbox, expected: Sequence[tuple[Sequence[Traffic], NetworkOutbox | None]]) -> None:
-        """Expect further messages of a channel."""
-
-    def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel."""
-
-
 @dataclass
 class Outgoing:
     """A message that is to be sent.
@@ -448,7 +415,7 @@ class NetworkOutbox:
         sender: sending end of all channels to the other process.
     """
 
-    def __init__(self, route: Route, sender: SendingEnd) -> None:
+    def __init__(self, route: Route, sender: Sender | Mailbox) -> None:
         self._route = route
         self._sender = sender
         sender.routes.add(route)
@@ -618,7 +585,7 @@ class NetworkInbox:
         arrived: messages that may be taken, each with such an event or None.
     """
 
-    def __init__(self, route: Route, receiver: ReceivingEnd) -> None:
+    def __init__(self, route: Route, receiver: Receiver | Mailbox) -> None:
         self.route, self._receiver = route, receiver
         self.expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = deque()
         self.early: deque[tuple[Message, Any, float | None]] = deque()

@@ -22,6 +22,7 @@ from lightning_avgpipe.state.objects import ITEMS, OF_EVERY_MODULE
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -156,29 +157,27 @@ class Joint:
         self.runs = False
         self._inspected: set[str] = set()
 
-    def call(
-        self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any, also: Callable[[], Any]
-    ) -> tuple[Any, Any]:
-        """Call a unit. Every process must call this.
+    def call(self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a unit returns. Every process must call this; random generators end alike on all.
 
         Args:
             unit: unit to be called.
             run: executes the unit.
             args: positional arguments, with the same numbers on every process.
             kwargs: keyword arguments, likewise.
-            also: return, on the owner after the call, what else every process gets.
-        Returns:
-            What the unit returned, and what was beside it.
         """
+        device, mine = self.exchange.device, unit.owner == self.exchange.rank
+        before = RandomState(device)
         hidden = _hidden(unit.module)
         inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
         traced = torch.is_grad_enabled() and (bool(unit.parameters) or any(t.requires_grad for t in inputs))
         record, announced = _Record(unit), None
-        if unit.owner == self.exchange.rank:
-            announced = self._run(record, run, args, kwargs, hidden, traced), also()
+        if mine:
+            given, now = self._run(record, run, args, kwargs, hidden, traced), RandomState(device)
+            announced = given, None if now.is_same(before) else now
         what = f"unit '{unit.path}'"
         try:
-            (structure, written, changed, tensors, wants, idle), extra = self.exchange.share(
+            (structure, written, changed, tensors, wants, idle), drawn = self.exchange.share(
                 what, unit.owner, announced
             )
         except UnsendableError as error:
@@ -192,7 +191,9 @@ class Joint:
         for path, name, leaves, spec in changed:
             value = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in leaves], spec)
             setattr(unit.module.get_submodule(path), name, value)
-        return result, extra
+        if drawn is not None and not mine:
+            drawn.restore(device)
+        return result
 
     def _joined(
         self, record: _Record, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]

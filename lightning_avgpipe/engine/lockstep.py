@@ -148,14 +148,11 @@ class Lockstep(StepTracer):
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
         parameters = [p for p in module.parameters() if p.requires_grad]
         unit = Unit(module, path, owner, parameters, [id(p) in self._names for p in parameters])
-        before = RandomState(device := self.exchange.device)
-        result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, device))
+        result = self.joint.call(unit, run, args, kwargs)
         if owner == self.exchange.rank:
             for name, buffer in module.named_buffers(path):
                 if name in self._owner:
                     self._names[id(buffer)] = (buffer, name)
-        elif drawn is not None:
-            drawn.restore(device)
         return result
 
     # -- glue ------------------------------------------------------------------------------------------------------
@@ -270,9 +267,3 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs[name]
-
-
-def _changed_since(before: RandomState, device: torch.device) -> RandomState | None:
-    """Return the random state if it has changed; else None."""
-    now = RandomState(device)
-    return None if now.is_same(before) else now

@@ -40,18 +40,6 @@ class MicroBatch:
         return self.size if self.count is None else self.count
 
 
-def batch_size(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
-    """Count the samples of a batch, see :func:`~lightning_avgpipe.engine.sample_layout.layout`.
-
-    Returns:
-        The number of samples; None if there is nothing to count, or if plain lists disagree.
-    Raises:
-        BatchError: the number cannot be determined.
-    """
-    found = layout(batch, expected)
-    return None if found is None else found[0]
-
-
 def split(
     batch: Any,
     num_microbatches: int,
@@ -99,11 +87,10 @@ def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # n
     """Return the batch as one micro-batch; samples that cannot be counted are those of the first tensor, as in
     Lightning.
     """
-    try:
-        size = batch_size(batch, expected)
-    except BatchError:
-        size = next((len(tensor) for tensor in tree.tensors(batch) if not tensor.is_nested and tensor.ndim > 0), None)
-    return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1 if size is None else size, 1.0)]
+    size = _num_samples(batch, expected)
+    if size is None:
+        size = next((len(tensor) for tensor in tree.tensors(batch) if not tensor.is_nested and tensor.ndim > 0), 1)
+    return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), size, 1.0)]
 
 
 def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_microbatches: int) -> list[MicroBatch]:
@@ -130,7 +117,7 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
             f"split_batch returned {len(parts)} micro-batches; it must return at least 1 and at most "
             f"num_microbatches={num_microbatches}"
         )
-    sizes = [_batch_size_if_known(part) for part in parts]
+    sizes = [_num_samples(part) for part in parts]
     known = [size for size in sizes if size is not None]
     return _micro_batches(parts, known if len(known) == len(parts) else [1] * len(parts))
 
@@ -182,11 +169,13 @@ def _check_count(num_microbatches: int) -> None:
         raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
 
 
-def _batch_size_if_known(part: Any) -> int | None:
+def _num_samples(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
+    """Return the number of samples of a batch; None if there is nothing to count, or it cannot be told."""
     try:
-        return batch_size(part)
-    except BatchError:  # a user's splitter may return batches that cannot be counted
+        found = layout(batch, expected)
+    except BatchError:
         return None
+    return None if found is None else found[0]
 
 
 def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatch]:

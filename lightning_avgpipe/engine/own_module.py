@@ -74,18 +74,14 @@ class OwnAttributes:
         self._own = Snapshot(())
         self._seen = Snapshot(())  # values outside of stages when the last iteration ended
         self._begun = Snapshot(())
-        self._has_run = False  # whether any iteration has begun
 
     def begin(self) -> None:
         """Begin an iteration: take over what hooks have assigned or changed since the last one."""
         if self._shows:
             return
-        if self._has_run:
-            self._own.follow(self._seen.changed())
-            with self.placed():  # find now what a hook has added, before any stage changes it
-                pass
-        else:
-            self._own, self._has_run = self._objects(), True
+        self._own.follow(self._seen.changed())
+        with self.placed():  # find now what a hook has added, before any stage changes it
+            pass
         self._begun = self._own
 
     def end(self) -> None:

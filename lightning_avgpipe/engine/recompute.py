@@ -155,26 +155,48 @@ class Observations:
         return lambda run, args, kwargs: next(results)
 
 
-# -- single units ----------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------------------------
 
 
-class UnitRepeater:
-    """A wrapper for calls of units that makes them keep their inputs only.
+class Repetition:
+    """The forwards that a stage repeats for their backwards.
 
     Args:
-        module: the whole module.
-        recompute: options that choose the units.
+        own: the module as the stage sees it.
         device: device of the stage.
-        read: roots of objects outside of units that units may change, and that other code changes too.
+        recompute: options that choose what is repeated.
+        relayed: whether the values that the stage receives are relayed to the next one.
+
+    Attributes:
+        overwritten: received values that the stage changes in place although they are needed again.
+        units: returns the function that executes a unit, which keeps its inputs only; None: no unit is repeated.
     """
 
-    def __init__(self, module: nn.Module, recompute: Recompute, device: torch.device, read: Sequence[Any] = ()) -> None:
-        self._module = module
-        self._read = read
+    def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
+        program, module = own.program, own.module
+        self._program, self._module, self._device = program, module, device
         self._recompute = recompute
-        self._device = device
+        repeats = bool(recompute.stages or recompute.modules)
+        self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []
+        self.units = self._repeatable if recompute.modules else None
+        self._scope = _scope(program, module) if recompute.stages else []
+        self._registers = registers_of(module, program.states if recompute.stages else ())
+        self.overwritten = _overwritten(program) if recompute.stages or relayed else frozenset[int]()
+        self._micro_batches: frozenset[int] = frozenset()
 
-    def __call__(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(self, row: Sequence[Action]) -> None:
+        """Take the next actions of the stage, with the backward of each forward that is to be repeated."""
+        self._micro_batches = repeated(row, self._program.is_last) if self._recompute.stages else frozenset()
+
+    def __contains__(self, micro_batch: int) -> bool:
+        """Return whether the forward of a micro-batch is repeated."""
+        return micro_batch in self._micro_batches
+
+    def surroundings(self) -> ForwardState:
+        """Return a record of the state before a forward of the stage."""
+        return ForwardState(self._scope, _held(self._registers), self._read)
+
+    def _repeatable(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that executes a unit; ``run`` itself if the unit was not chosen."""
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
@@ -199,48 +221,6 @@ class UnitRepeater:
             return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return repeatable
-
-
-# -- stages ----------------------------------------------------------------------------------------------------------
-
-
-class Repetition:
-    """The forwards that a stage repeats for their backwards.
-
-    Args:
-        own: the module as the stage sees it.
-        device: device of the stage.
-        recompute: options that choose what is repeated.
-        relayed: whether the values that the stage receives are relayed to the next one.
-
-    Attributes:
-        overwritten: received values that the stage changes in place although they are needed again.
-        units: wrapper for the units that keep their inputs only; None: there are none.
-    """
-
-    def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
-        program, module = own.program, own.module
-        self._program = program
-        self._stages = recompute.stages
-        repeats = bool(recompute.stages or recompute.modules)
-        self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []
-        self.units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
-        self._scope = _scope(program, module) if recompute.stages else []
-        self._registers = registers_of(module, program.states if recompute.stages else ())
-        self.overwritten = _overwritten(program) if recompute.stages or relayed else frozenset[int]()
-        self._micro_batches: frozenset[int] = frozenset()
-
-    def follow(self, row: Sequence[Action]) -> None:
-        """Take the next actions of the stage, with the backward of each forward that is to be repeated."""
-        self._micro_batches = repeated(row, self._program.is_last) if self._stages else frozenset()
-
-    def __contains__(self, micro_batch: int) -> bool:
-        """Return whether the forward of a micro-batch is repeated."""
-        return micro_batch in self._micro_batches
-
-    def surroundings(self) -> ForwardState:
-        """Return a record of the state before a forward of the stage."""
-        return ForwardState(self._scope, _held(self._registers), self._read)
 
 
 def _held(registers: Mapping[str, tuple[dict[str, Any], str]]) -> list[Tensor]:

@@ -30,7 +30,6 @@ from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.flat_program import ProgramWriter
 from lightning_avgpipe.engine.part import (
-    Around,
     Entry,
     OffPathNode,
     Part,
@@ -59,22 +58,19 @@ class _StageEnd(BaseException):
     """An exception that leaves the step function; no Exception, which user code might catch."""
 
 
-def replay(
-    part: Part, context: ReplayContext, around: Around | None, writer: ProgramWriter, answers: SkippedCalls
-) -> Replayed:
+def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: SkippedCalls) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
     Args:
         part: part of the step.
         context: data that all replays of the stage share.
-        around: context within which each node runs; None: none.
         writer: writer that writes down a flat program.
         answers: answers to the calls of earlier stages' units.
     Raises:
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
-    runner = Runner(part, context, around)
+    runner = Runner(part, context, context.unforeseen.draws.node)
     replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else lambda tensor: tensor, tuple(part.args))
@@ -202,7 +198,7 @@ class _Replayer(StepTracer):
                 result = func(*args, **kwargs)
         else:
             if tensors:
-                self._unforeseen.check_call(name, tensors)
+                self._unforeseen.buffers.check_call(name, tensors)
             result = func(*args, **kwargs)
         self.attestation.made(name, args, kwargs, result)
         self._writer.glue(func, args, kwargs, result, tensors)

@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, naming_overwritten_buffers, registers_of
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, explain_overwritten, registers_of
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
@@ -115,7 +115,6 @@ class Stage:
         self._changed = registers_of(module, changed)  # buffers
         seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._seeding = list(dict.fromkeys(inner for outer in seeding for inner in outer.modules()))
-        self._explained = naming_overwritten_buffers(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
         self._prefix = Prefix(program, device, kept)
@@ -401,16 +400,16 @@ class Stage:
                 "checkpoint, which repeats without such effects, or keep the unit on the last stage with split_points"
             )
 
-    def in_backward(self, micro_batch: int) -> AbstractContextManager[dict[int, str]]:
-        """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
-        prepared = self.module.swaps or micro_batch in self._kept_by_seeding
-        return self._in_backward(micro_batch) if prepared else self._explained
-
     @contextmanager
-    def _in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
+    def in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
+        """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
         seeded = self._seeded(micro_batch) if micro_batch in self._kept_by_seeding else _NOTHING
-        with self.module.placed() as copies, self._explained, seeded:
-            yield copies
+        with self.module.placed() as copies, seeded:
+            try:
+                yield copies
+            except RuntimeError as error:
+                explain_overwritten(error, self.program, self.module.module)
+                raise
 
     @contextmanager
     def _seeded(self, micro_batch: int) -> Iterator[None]:

@@ -183,12 +183,7 @@ class Answer(NamedTuple):
 
 
 class SkippedCalls:
-    """The answers to the calls before a stage.
-
-    Args:
-        program: program of the stage.
-        device: device of the stage.
-    """
+    """The answers to the calls before a stage."""
 
     def __init__(self, program: StageProgram, device: torch.device) -> None:
         self._program, self._device = program, device

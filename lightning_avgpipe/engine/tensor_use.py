@@ -48,12 +48,7 @@ def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dic
 
 
 class Rewritten:
-    """The parameters and buffers that a stage changes in place.
-
-    Args:
-        program: program of the stage.
-        module: the whole module.
-    """
+    """The parameters and buffers that a stage changes in place."""
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = [name for name in program.states if name in program.graph.rewritten]
@@ -97,30 +92,13 @@ class _Copy:
         self.tensor = tensor
 
 
-class naming_overwritten_buffers:
-    """A context for backwards of a stage that explains their errors about a buffer that was changed in place.
-
-    It gives ``id -> name`` of the weights that were put into the module for it: none.
+def explain_overwritten(error: RuntimeError, program: StageProgram, module: nn.Module) -> None:
+    """Explain an error of a stage's backward if it is about a buffer that was changed in place.
 
     Raises:
         StepChangedError: the backward needs contents of a buffer that a later micro-batch has overwritten.
     """
-
-    __slots__ = ("_module", "_program")
-
-    def __init__(self, program: StageProgram, module: nn.Module) -> None:
-        self._program, self._module = program, module
-
-    def __enter__(self) -> dict[int, str]:
-        return {}
-
-    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if not isinstance(error, RuntimeError):
-            return
-        program = self._program
-        names = _named(error, program, self._module)
-        if not names:
-            return
+    if names := _named(error, program, module):
         raise StepChangedError(
             f"{program.graph.step} seems to change the buffer {' or '.join(map(repr, names))} in place, which it did "
             "not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "

@@ -12,10 +12,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.late_draws import LateDraws
 from lightning_avgpipe.engine.late_effects import (
@@ -41,17 +39,21 @@ class Unforeseen:
         program: program of the stage.
         module: the whole module.
         repeats: whether an earlier stage of this process has run this code before.
+
+    Attributes:
+        draws: the check of random draws, which watches each node.
+        buffers: the check of buffers, which watches what code between units calls.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._iterations = 0
         self._has_run = False  # whether a forward has ended
         given = program, module, repeats
-        self._draws, self._shared = LateDraws(*given), SharedObjects(*given)
-        self._assignments, self._buffers = LateAssignments(*given), LateBuffers(*given)
+        self.draws, self._shared = LateDraws(*given), SharedObjects(*given)
+        self._assignments, self.buffers = LateAssignments(*given), LateBuffers(*given)
         self._changes, others = LateChanges(*given), (LateHooks(*given), LateItems(*given))
         self._effects: tuple[LateEffects, ...] = (
-            self._draws, self._shared, self._assignments, self._changes, *others, self._buffers
+            self.draws, self._shared, self._assignments, self._changes, *others, self.buffers
         )  # fmt: skip
         self._holders = list(variables(module, () if program.is_last else program.graph.mutated_between).values())
 
@@ -99,22 +101,10 @@ class Unforeseen:
         for effects in self._effects:
             self._check(effects, effects.begin_part())
 
-    def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
-        """Run a node of this stage within this context, and check its draws."""
-        return self._draws.node(operation, node)
-
     def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
         self._changes.note(module, name)
         self._assignments.note(module, name, before, asked)
-
-    def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:
-        """Check that code between units may call a function with these tensors, which may be buffers.
-
-        Raises:
-            StepChangedError: it writes into the first one, or takes one that a unit of another stage changes.
-        """
-        self._buffers.check_call(function, tensors)
 
     def held(self) -> Snapshot:
         """Return a snapshot of the objects that code between units changes.
