@@ -1,38 +1,33 @@
-"""The folder of a callback, on any file system to which Lightning saves checkpoints."""
+"""Files and pictures of a callback, on any file system to which Lightning saves checkpoints."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from lightning_avgpipe.utils.lightning import get_filesystem
+from lightning_avgpipe.schedule import picture
+from lightning_avgpipe.utils.lightning import TensorBoardLogger, get_filesystem, pl
 
 
-class Folder:
-    """A folder for a callback's files; it is made with the first of them.
+def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> str:
+    """Write a file, which may be there already, and return its path.
 
     Args:
-        path: path of the folder, or a URL such as ``s3://bucket/run``.
-
-    Attributes:
-        path: as given.
+        folder: path of a folder, or a URL such as ``s3://bucket/run``; it is made with its first file.
+        name: name of the file.
+        content: text or bytes.
     """
+    folder = os.fspath(folder)
+    path, files = f"{folder.rstrip('/')}/{name}", get_filesystem(folder)
+    files.makedirs(folder, exist_ok=True)
+    with files.open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    return path
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self._files = get_filesystem(self.path)
 
-    def __truediv__(self, name: str) -> Folder:
-        return Folder(f"{self.path.rstrip('/')}/{name}")
-
-    @property
-    def exists(self) -> bool:
-        """Whether the folder is there already."""
-        return bool(self._files.exists(self.path))
-
-    def write(self, name: str, content: str | bytes) -> str:
-        """Write a file, which may be there already, and return its path."""
-        path = f"{self.path.rstrip('/')}/{name}"
-        self._files.makedirs(self.path, exist_ok=True)
-        with self._files.open(path, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        return path
+def publish(trainer: pl.Trainer, folder: str | os.PathLike[str], name: str, figure: Any, tag: str) -> None:
+    """Write a picture, and show it in TensorBoard under a tag."""
+    write(folder, name, picture.png(figure))
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(tag, picture.pixels(figure), trainer.global_step, dataformats="HWC")

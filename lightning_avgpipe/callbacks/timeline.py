@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_avgpipe.callbacks.folder import Folder
+from lightning_avgpipe.callbacks.folder import publish, write
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.engine.recording import Recorder, assemble
@@ -20,7 +21,7 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.allowed import Count, check, directory, documented, optional, whole
 from lightning_avgpipe.utils.lightning import (
     Callback,
-    TensorBoardLogger,
+    get_filesystem,
     pl,
     rank_zero_info,
     rank_zero_warn,
@@ -138,16 +139,15 @@ class PipelineTimeline(Callback):
             "avgpipe/bubble_fraction_simulated": simulated.bubble_fraction,
         }
         figure = picture.draw(timeline, _title(step, timeline, simulated))
-        folder = Folder(trainer.default_root_dir) / "timelines" if self._dirpath is None else Folder(self._dirpath)
-        if not folder.exists:
-            rank_zero_info(f"timelines are written to {folder.path}")
+        own = f"{trainer.default_root_dir.rstrip('/')}/timelines"
+        folder = own if self._dirpath is None else os.fspath(self._dirpath)
+        if not get_filesystem(folder).exists(folder):
+            rank_zero_info(f"timelines are written to {folder}")
         trace = chrome_trace(timeline, step=step, clock_error_us=clock_error_s * 1e6, **measured)
-        folder.write(f"trace_step={step:06d}.json", json.dumps(trace))
-        folder.write(f"trace_step={step:06d}.png", picture.png(figure))
+        write(folder, f"trace_step={step:06d}.json", json.dumps(trace))
+        publish(trainer, folder, f"trace_step={step:06d}.png", figure, "avgpipe/timeline")
         for logger in trainer.loggers:
             logger.log_metrics(measured, step=step)
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("avgpipe/timeline", picture.pixels(figure), step, dataformats="HWC")
 
 
 def _cluster(trainer: pl.Trainer) -> Cluster:

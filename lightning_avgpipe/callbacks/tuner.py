@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe.callbacks.folder import Folder
+from lightning_avgpipe.callbacks.folder import publish, write
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import picture
@@ -36,7 +37,6 @@ from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     Callback,
     ModelCheckpoint,
-    TensorBoardLogger,
     pl,
     rank_zero_info,
     rank_zero_warn,
@@ -293,7 +293,7 @@ class AvgPipeTuner(Callback):
 
     def _publish(self, trainer: pl.Trainer, result: Result) -> None:
         folder = self._folder(trainer)
-        path = folder.write(f"{_NAME}.json", to_json(result))
+        path = write(folder, f"{_NAME}.json", to_json(result))
         rank_zero_info(f"\n{result}\nsaved in {path}")
         strategy = trainer.strategy
         assert isinstance(strategy, AvgPipeStrategy)
@@ -305,22 +305,16 @@ class AvgPipeTuner(Callback):
             )
         elif models > 1:
             rank_zero_info(f"AvgPipeTuner: {models} models, which divide each batch among them")
-        if not picture.is_available():
-            return
-        figure = draw(result)
-        folder.write(f"{_NAME}.png", picture.png(figure))
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                pixels = picture.pixels(figure)
-                logger.experiment.add_image("avgpipe/tuning", pixels, trainer.global_step, dataformats="HWC")
+        if picture.is_available():
+            publish(trainer, folder, f"{_NAME}.png", draw(result), "avgpipe/tuning")
 
-    def _folder(self, trainer: pl.Trainer) -> Folder:
+    def _folder(self, trainer: pl.Trainer) -> str | os.PathLike[str]:
         if self.dirpath is not None:
-            return Folder(self.dirpath)
+            return self.dirpath
         saving = trainer.checkpoint_callback  # type: ignore[attr-defined]
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
-            return Folder(saving.dirpath)
-        return Folder(trainer.default_root_dir)
+            return saving.dirpath
+        return trainer.default_root_dir
 
 
 def _run(strategy: AvgPipeStrategy) -> PipelineRun:

@@ -15,13 +15,12 @@ time.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ from lightning_avgpipe.state.untouched import Untouched, random_state
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of, visiting
 from lightning_avgpipe.utils.output import heard
+from lightning_avgpipe.utils.patching import itself
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
@@ -58,11 +58,6 @@ _BACKWARD = "it runs a backward itself, which cannot be measured"
 
 class UnmeasurableError(CaptureError):
     """An error for a step whose nodes cannot be measured one by one."""
-
-
-def _progress(graph: CallGraph) -> tqdm[Any]:
-    total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    return tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, file=heard(sys.stderr))
 
 
 def measure(
@@ -98,11 +93,20 @@ def measure(
     begin = time.perf_counter()
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     before = Untouched(module, graph.changed)
-    with _progress(graph) as bar:
+    total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
+    with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, file=heard(sys.stderr)) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
+            timer = _Timer(trial, bar)
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            _run_once(_Timer(trial, bar), run, batch, before)
+            with (
+                before.restored(),
+                Snapshot(batch, opaque=True).restored(),
+                timer.visiting(module),
+                timer.following(compiled=not graph.drawing),
+            ):
+                timer.handed_out(run(*batch))
+            timer.check_finished()
             now = time.perf_counter()
             if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
                 break
@@ -115,13 +119,6 @@ def measure(
         stash_bytes(graph),
         measured=True,
     )
-
-
-def _run_once(timer: _Timer, run: Callable[..., Any], batch: tuple[Any, ...], before: Untouched) -> None:
-    """Run the step once with a timer, without a trace in the module or the batch."""
-    with before.restored(), Snapshot(batch, opaque=True).restored(), timer.running():
-        timer.handed_out(run(*batch))
-    timer.check_finished()
 
 
 class _Timer(StepTracer):
@@ -151,12 +148,6 @@ class _Timer(StepTracer):
                 f"{self._graph.step} ended before {self._graph.nodes[self._position]}, which it called when it was "
                 "captured; a step must do the same for every batch"
             )
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Follow the step within this context, with its tensors on the device."""
-        with self.visiting(self._module), self.following(compiled=not self._graph.drawing):
-            yield
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -279,10 +270,6 @@ def _drop(tensor: Tensor) -> None:
     return None
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _dropped(packed: None) -> Tensor:
     raise UnmeasurableError(_BACKWARD)
 
@@ -336,6 +323,7 @@ class NodeTrial:
 
     Attributes:
         kinds: kind of each node; nodes of the same kind share their samples.
+        timed: returns the result of a function, and its seconds.
     """
 
     def __init__(
@@ -343,6 +331,7 @@ class NodeTrial:
     ) -> None:
         self.graph, self.module, self.device, self.samples, self.deadline = graph, module, device, samples, deadline
         self.kinds = _kinds(graph, module)
+        self.timed = port_of(device).timed
         self._packer = Packer(module)
         self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
 
@@ -353,10 +342,6 @@ class NodeTrial:
     def given(self, result: Any, objects: Snapshot | None) -> list[Tensor]:
         """Return the tensors that a node gives, including those that it has left in objects."""
         return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
-
-    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        """Return the result of ``work``, and its seconds."""
-        return port_of(self.device).timed(work)
 
     def run(self, operation: Operation, node: Node, sums: Sequence[Tensor], before: Untouched | None) -> Sample:
         """Run and measure the forward and backward of a node, without a trace.
@@ -376,7 +361,7 @@ class NodeTrial:
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
             # hooks of our own, so that those of a checkpointed region around this node do not act
             try:
-                with SavedHooks(_kept, _kept):
+                with SavedHooks(itself, itself):
                     result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
             except Exception as error:  # such as a derivative of what other units have computed: these are copies here
                 raise UnmeasurableError(f"'{node.name}' does not run alone ({error})") from error

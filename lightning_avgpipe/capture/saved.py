@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_avgpipe.utils.patching import itself
 from lightning_avgpipe.utils.tensors import is_lent
 from lightning_avgpipe.utils.torch_compat import SavedHooks, address, innermost_hooks
 
@@ -35,26 +36,16 @@ class SavedTensors:
         resident = self._resident.union(map(address, visitors))
         self._noted.clear()
 
-        def note(tensor: Tensor) -> None:
+        outer = innermost_hooks()  # of ours around these, which are left what is saved
+
+        def pack(tensor: Tensor) -> Any:
             if not is_lent(tensor) and (storage := address(tensor)) not in resident and storage not in found:
                 found[storage] = _nbytes(tensor)
                 self._noted.append(_weak_storage(tensor))
-
-        with _NotingHooks(note):
-            yield found
-
-
-class _NotingHooks(SavedHooks):
-    """Hooks that note what is saved, and leave it to the hooks of ours around them, if there are any."""
-
-    def __init__(self, note: Any) -> None:
-        outer = innermost_hooks()
-
-        def pack(tensor: Tensor) -> Any:
-            note(tensor)
             return tensor if outer is None else outer.pack_hook(tensor)
 
-        super().__init__(pack, (lambda tensor: tensor) if outer is None else outer.unpack_hook)
+        with SavedHooks(pack, itself if outer is None else outer.unpack_hook):
+            yield found
 
 
 def _weak_storage(tensor: Tensor) -> Any:

@@ -28,9 +28,7 @@ from lightning_avgpipe.loading.files import Files, noise
 from lightning_avgpipe.loading.quantized import (
     as_quantized,
     check_quantizer,
-    forget_quantized,
     is_quantized,
-    take_quantized,
 )
 from lightning_avgpipe.utils.names import is_within, listed
 from lightning_avgpipe.utils.patching import after_import, replaced
@@ -141,7 +139,8 @@ class StoredModel:
             loaded = self._loaded(group, key, device, example)
             if example:
                 self._quantized[shapes] = loaded
-        return take_quantized(parameter, loaded)
+        parameter.quant_state = loaded.quant_state  # type: ignore[attr-defined]
+        return loaded.data
 
     def _loaded(self, group: _Group, key: str, device: torch.device, example: bool) -> nn.Parameter:
         """Return a parameter of a group as transformers loads it."""
@@ -159,7 +158,8 @@ class StoredModel:
     def forget(self, parameter: nn.Parameter) -> None:
         """Remove the quantization state that reading an example has left in a parameter, and the examples."""
         self._quantized.clear()
-        forget_quantized(parameter)
+        if is_quantized(parameter):
+            parameter.quant_state = None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
 
         loading: Any = core_model_loading
         base: Any = transformers.PreTrainedModel
-        own = vars(base)["_load_pretrained_model"]
+        vars(base)["_load_pretrained_model"]
     except (ImportError, KeyError) as error:
         raise ConfigurationError(
             f"from_pretrained needs transformers, of a version that it knows ({error}): "
@@ -203,11 +203,8 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
         made.append(stored)
         return report, None
 
-    base._load_pretrained_model = staticmethod(leave_notes)
-    try:
+    with replaced(base, "_load_pretrained_model", staticmethod(leave_notes)):
         yield
-    finally:
-        base._load_pretrained_model = own
 
 
 def _grouped(model: Any, files: Files, config: Any) -> list[list[str]]:

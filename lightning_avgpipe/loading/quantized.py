@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
 
@@ -47,15 +47,3 @@ def as_quantized(parameter: Any) -> nn.Parameter:
     packed = type(parameter)(storage, **{**vars(parameter), "bnb_quantized": True})
     packed._is_hf_initialized = True
     return packed
-
-
-def take_quantized(parameter: Any, loaded: Any) -> Tensor:
-    """Give a parameter the quantization state of a loaded one, and return the contents of that one."""
-    parameter.quant_state = loaded.quant_state
-    return loaded.data
-
-
-def forget_quantized(parameter: Any) -> None:
-    """Remove the quantization state of a parameter without contents."""
-    if is_quantized(parameter):
-        parameter.quant_state = None

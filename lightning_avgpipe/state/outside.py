@@ -79,7 +79,7 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
             waiting.append(wrapped)
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
             continue
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             seen.add(code)
             found.update(code.co_names, code.co_freevars)
             for name in code.co_names:
@@ -216,7 +216,7 @@ class _Reached:
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Search a code object, and the code of functions inside of it, with its global variables."""
-        for part in _codes(code):
+        for part in codes(code):
             self._read(part, namespace)
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
@@ -274,11 +274,12 @@ def _bare(thing: Any) -> Any:
     return thing.__func__ if isinstance(thing, (staticmethod, classmethod, types.MethodType)) else thing
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those that are nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def _full_name(thing: type | types.FunctionType) -> str:

@@ -42,7 +42,6 @@ from lightning_avgpipe.utils.lightning import (
 )
 from lightning_avgpipe.utils.patching import all_replaced, replaced
 from lightning_avgpipe.verify import Subject
-from lightning_avgpipe.verify.report import Verdicts
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -55,9 +54,6 @@ _STEPS = {
 
 class PipelineRun:
     """A run of the trainer whose steps are iterations of a pipeline.
-
-    Args:
-        context: trainer, connection and options of the run.
 
     Attributes:
         context: trainer, connection and options of the run.
@@ -112,6 +108,7 @@ class PipelineRun:
         context.state.begin(deployment, schedule_control)
         self.without_numbers = WithoutNumbers(trainer, StateOfSteps(trainer, cluster, deployment))
         loop = self.loop = PipelineLoop(context, self.batches, deployment, self.models, schedule_control)
+        context.distributor.needs = self.needs
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order, context.state.drain = order, order.drain
@@ -148,7 +145,7 @@ class PipelineRun:
             acting=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
             undo_changes=self._changes.close,
             options=self.configuration.options.shared,
-            verdicts=Verdicts(self.configuration.options.cache_directory),
+            verdicts=self.configuration.options.cache_directory,
         )
 
     def _adapt(self, fitting: bool) -> None:
@@ -216,8 +213,6 @@ class PipelineRun:
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of a batch's tensors that a process needs; None is all of them."""
-        if not self.is_set_up:  # data of unknown length are read once the number of steps is asked for
-            return None
         stage, splitter, stage_map = self.context.trainer.state.stage, self.loop.splitter, self.cluster.stage_map
         if self.configuration.options.links.send_batch == "all" or splitter.custom_split is not None or stage is None:
             return None

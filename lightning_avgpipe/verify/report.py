@@ -1,15 +1,13 @@
-"""What a verification reports: what was compared, likely causes of a difference, and verdicts kept for the next run."""
+"""What a verification reports: what was compared, likely causes of a difference, and the key of a verdict."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,41 +16,12 @@ from torch import nn
 from lightning_avgpipe.capture.cost_cache import fingerprint
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state.objects import ATOMS
+from lightning_avgpipe.state.outside import codes
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.verify.state import attributes
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_avgpipe", "torchmetrics", "builtins", "abc")
-_log = logging.getLogger(__name__)
-
-
-class Verdicts:
-    """A directory with an empty file for each training that was found equal.
-
-    Args:
-        directory: made when the first file is written; None keeps nothing.
-    """
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-
-    def known(self, key: str) -> bool:
-        """Return whether a training with this key was found equal."""
-        return self._directory is not None and self._path(key).exists()
-
-    def keep(self, key: str) -> None:
-        """Note that a training with this key is equal."""
-        if self._directory is None:
-            return
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._path(key).touch()
-        except OSError as error:  # a full or read-only disk: the next run compares again
-            _log.info("cannot note that the first steps were equal to plain ones: %s", error)
-
-    def _path(self, key: str) -> Path:
-        assert self._directory is not None
-        return self._directory / f"verified-{key}"
 
 
 def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: Plan, device: torch.device) -> str:
@@ -84,16 +53,9 @@ def _codes(kind: type) -> Iterator[bytes]:
         function = getattr(function, "__wrapped__", function)
         if isinstance(function, types.FunctionType):
             yield name.encode()
-            yield from _code(function.__code__)
-
-
-def _code(code: types.CodeType) -> Iterator[bytes]:
-    yield code.co_code + repr((code.co_names, code.co_varnames)).encode()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code(constant)
-        else:
-            yield repr(constant).encode()
+            for code in codes(function.__code__):
+                constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
+                yield code.co_code + repr((code.co_names, code.co_varnames, constants)).encode()
 
 
 # -- what was compared -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.plain import portable
-from lightning_avgpipe.verify.report import Verdicts
 from lightning_avgpipe.verify.state import attributes
 
 _COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
@@ -47,7 +47,7 @@ class Subject:
         acting: whether user code runs within a step, after a forward, such as a hook of optimizers.
         undo_changes: undoes, in a child, the changes in Lightning that a pipeline needs.
         options: options of the strategy.
-        verdicts: results of earlier runs.
+        verdicts: folder with an empty file for each training that was found equal; None: there is none.
     """
 
     trainer: pl.Trainer
@@ -64,7 +64,7 @@ class Subject:
     acting: bool
     undo_changes: Callable[[], None]
     options: Mapping[str, Any]
-    verdicts: Verdicts
+    verdicts: Path | None
 
     @property
     def module(self) -> pl.LightningModule:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Verifier:
         # on the process that compares, by pipeline: iterations that are not compared yet
         self._waiting: list[list[PipelineResults]] = []
         self._has_asked_for_whole = False  # whether the loss of a batch in one piece was asked for
-        self._key = ""
+        self._verdict: Path | None = None  # the file that says that this training was found equal
         self._patience_s = _PATIENCE_S
         self.succeeded = False
 
@@ -259,11 +260,12 @@ class Verifier:
     def _is_known(self) -> bool:
         """Return whether the same training was equal in an earlier run. Every process calls it."""
         subject, found = self._subject, False
-        if subject.leads:
+        if subject.leads and subject.verdicts is not None:
             assert subject.plan is not None
             cluster = subject.cluster
-            self._key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
-            found = subject.verdicts.known(self._key)
+            key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
+            self._verdict = subject.verdicts / f"verified-{key}"
+            found = self._verdict.exists()
         return subject.cluster.group.broadcast(found)
 
     def _asks_for_whole(self) -> bool:
@@ -427,8 +429,12 @@ class Verifier:
         text = self._comparison.summary(self._wanted)
         self._give_up()
         all_equal = self._comparison.is_of_all_results and not self._between.hooks_have_run
-        if all_equal and not self._asked:  # the next run need not tell it again
-            self._subject.verdicts.keep(self._key)
+        if all_equal and not self._asked and self._verdict is not None:  # the next run need not tell it again
+            try:
+                self._verdict.parent.mkdir(parents=True, exist_ok=True)
+                self._verdict.touch()
+            except OSError as error:  # a full or read-only disk: the next run compares again
+                _log.info("cannot note that the first steps were equal to plain ones: %s", error)
         if not self._asked:
             _log.info(text)
         return text
