@@ -41,9 +41,6 @@ class Overlap:
 
     Orders use it whose iterations begin before Lightning's loop comes to their batches.
 
-    Args:
-        loop: runs iterations.
-
     Attributes:
         option: option that lets steps run early, for messages.
         instead: option with which they do not, for messages.

@@ -21,12 +21,7 @@ _LOOKED_AT = 8  # number of training batches in which ignored targets are looked
 
 
 class BatchSplitter:
-    """Splits the batches of one run of the trainer.
-
-    Args:
-        context: trainer, connection and options of the run.
-        batches: batches of the run.
-    """
+    """Splits the batches of one run of the trainer."""
 
     def __init__(self, context: RunContext, batches: Batches) -> None:
         self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration

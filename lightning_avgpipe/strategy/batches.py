@@ -320,9 +320,6 @@ def _retotal(bar: ProgressBar) -> None:
 class Batches:
     """Brings the reader's batches to every process of a group.
 
-    Args:
-        context: trainer, connection and options of the run.
-
     Attributes:
         dataloader_idx: index of the dataloader of the current batch.
     """

@@ -215,10 +215,6 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
     rank 0, and obey at the same batch. So a checkpoint that is saved then is complete, although it takes all processes.
     Lightning would act at once in each process: it would save in the midst of a step that is followed, or with models
     that have stepped in part.
-
-    Args:
-        trainer: trainer of the run.
-        connection: connection of the processes.
     """
     signals, loop, several = trainer._signal_connector, trainer.fit_loop.epoch_loop, trainer.world_size > 1
     requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
@@ -312,10 +308,6 @@ class Peers:
 
     All processes construct this object at the same time. Peers have a process group of their own, so that messages of
     user code cannot mix with the messages of training.
-
-    Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:

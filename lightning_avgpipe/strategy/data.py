@@ -48,19 +48,15 @@ class _Later:
 class Distributor:
     """Sends the batches of one run of the trainer from the process that reads to the others of its group.
 
-    Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        needs: tells which tensors each process gets.
-
     Attributes:
         batch_stream: this process's end of the batch stream.
-        needs: as given.
+        needs: returns which tensors of a batch a process gets; None: all.
         early: whether a batch is sent when it is read, one batch before it is used; else after its transfer hooks.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, needs: Needs) -> None:
-        self.batch_stream, self.needs = cluster.batches, needs
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
+        self.batch_stream = cluster.batches
+        self.needs: Needs | None = None
         self.early = not changes_batches(trainer)
         self._trainer = trainer
         self._sends = cluster.reads and cluster.group.world_size > 1
@@ -146,11 +142,7 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     """
     if cluster.group.world_size == 1:
         return dataloader
-    try:
-        length: int | None = len(dataloader)
-    except (TypeError, NotImplementedError):  # an iterable dataset without a length
-        length = None
-    facts = length, isinstance(dataloader, _Stateful), expected_batches(dataloader)
+    facts = sized_len(dataloader), isinstance(dataloader, _Stateful), expected_batches(dataloader)
     length, resumable, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
     if resumable and cluster.stage_map.reader != 0:
         raise ConfigurationError(

@@ -180,13 +180,7 @@ def _warn_of_replicas(plan: Plan, counts: Sequence[int]) -> None:
 
 
 class Preparation:
-    """The preparation of steps in one run of the trainer: captures them, and makes their stages.
-
-    Args:
-        context: trainer, connection and options of the run.
-        deployment: deployment of the module on processes.
-        splitter: splits batches.
-    """
+    """The preparation of steps in one run of the trainer: captures them, and makes their stages."""
 
     def __init__(self, context: RunContext, deployment: Deployment, splitter: BatchSplitter) -> None:
         self._trainer, self._cluster = context.trainer, context.cluster

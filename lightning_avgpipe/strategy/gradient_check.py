@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite
@@ -82,9 +82,8 @@ class GradientCheck:
         """Reset one of several models to the reference, or clear the gradients of the only one."""
         if self._ensemble is not None:
             self._ensemble.restart(number, like)
-            return
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        else:
+            nn.Module.zero_grad(self._module)
 
     def _check(self, skip: bool) -> None:
         """Check the gradients of all models of a group. Every process of the group calls it.

@@ -177,9 +177,6 @@ class IterationOrder:
     """Flush: all pipelines drain, step and average together, and then begin the next iteration.
 
     Other orders override what differs. Every process of a run has the same order.
-
-    Args:
-        loop: runs iterations.
     """
 
     def __init__(self, loop: PipelineLoop) -> None:

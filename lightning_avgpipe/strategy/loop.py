@@ -207,7 +207,8 @@ class PipelineLoop:
     def hand_over(self) -> None:
         """Bring what submodules have changed and made to all processes, since each may run them next. All call it."""
         for step in sorted(self.deployment.pipeline.steps):
-            self._of_units.hand_over(step, step in self._to_bring)
+            if owners := self._of_units.owners(step, step in self._to_bring, made=True):
+                self._of_units.bring(step, owners, lenient=True)
         self._to_bring.clear()
 
     def end_sanity_check(self) -> None:

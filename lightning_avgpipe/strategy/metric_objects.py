@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import Replacement, all_replaced, itself
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -147,46 +147,33 @@ def local_metrics(
     for metric in metrics:
         replacements.append((metric, "update", looking_on(metric, metric.update)))
         replacements.append((metric, "forward", looking_on(metric, _noted(metric, metric.forward, values))))
-        for name, function in (("distributed_available_fn", are_several), ("dist_sync_fn", gather)):
-            replacements.append((metric, name, _Connecting(function, getattr(metric, name))))
-    replacements.append((Metric, "sync", _syncing(are_several, gather)))
+    replacements.append((Metric, "sync", _syncing(metrics, are_several, gather)))
     return all_replaced(replacements)
 
 
-def _syncing(are_several: Callable[[], bool], gather: Callable[..., list[Tensor]]) -> Callable[..., None]:
-    """Return a method in the place of ``Metric.sync`` for metric objects that are no submodules of the module.
+def _syncing(
+    metrics: Sequence[Metric], are_several: Callable[[], bool], gather: Callable[..., list[Tensor]]
+) -> Callable[..., None]:
+    """Return a method in the place of ``Metric.sync``, for metric objects of the module and others without own ways.
 
     Without it, one in a list of the module would wait in a hook of rank 0 for processes that do not come. One of a
     callback, which runs on every process, would count what each stage has seen.
     """
     sync = Metric.sync
+    replaced_ways = [jit_distributed_available, *(metric.distributed_available_fn for metric in metrics)]
+    replaced_gathers = [None, *(metric.dist_sync_fn for metric in metrics)]
 
     @functools.wraps(sync)
     def synced(
         self: Metric, dist_sync_fn: Any = None, process_group: Any = None, should_sync: bool = True,
         distributed_available: Any = None,
     ) -> None:  # fmt: skip
-        if distributed_available is None and self.distributed_available_fn is jit_distributed_available:
-            distributed_available, dist_sync_fn = are_several, dist_sync_fn or gather
+        if distributed_available is None and self.distributed_available_fn in replaced_ways:
+            distributed_available = are_several
+            dist_sync_fn = gather if dist_sync_fn in replaced_gathers else dist_sync_fn
         sync(self, dist_sync_fn, process_group, should_sync, distributed_available)
 
     return synced
-
-
-class _Connecting:
-    """A function that connects processes, in the place of one which pickles of the metric object have again."""
-
-    def __init__(self, function: Callable[..., Any], original: Any) -> None:
-        self._function, self._original = function, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self  # a copy computes among the same processes
-
-    def __reduce__(self) -> Any:
-        return itself, (self._original,)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:

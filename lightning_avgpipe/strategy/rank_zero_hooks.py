@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
-from lightning_avgpipe.state.outside import KINDS, outside, variable
+from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS
+from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
@@ -44,13 +44,7 @@ Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors,
 
 
 def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield hooks that need results, which run on rank 0 of a group, and whose changes the other ranks apply.
-
-    Args:
-        trainer: trainer of the module that has the hooks.
-        connection: the connected processes, several of them in a group.
-        deployment: deployment of the module on processes.
-    """
+    """Yield hooks that need results, which run on rank 0 of a group, and whose changes the other ranks apply."""
     module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
     for name in WITH_RESULTS:
         if name in vars(module) or is_overridden(name, module):
@@ -177,31 +171,21 @@ class _Hooks:
 def accept(root: nn.Module, key: Key, value: Any) -> None:
     """Set an attribute, a buffer or a variable outside of modules to what another process has sent.
 
+    Of a parameter this is whether it is trained.
     An object that can be changed stays the same one.
     """
     path, name = key
-    if name.startswith(KINDS):
-        _accept_variable(variable(root, *key), value)
-        return
-    module = root.get_submodule(path)
-    if isinstance(value, _Gone):
-        vars(module).pop(name, None)
-    elif isinstance(value, _Flag):
-        getattr(module, name).requires_grad_(value.requires_grad)
-    elif name in module._buffers:
-        held = module._buffers[name]
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
-            with torch.no_grad():
-                held.copy_(value)
-        else:
-            module._buffers[name] = value
-    elif not assign(vars(module).get(name), value):
-        vars(module)[name] = value
-
-
-def _accept_variable(held: Variable, value: Any) -> None:
+    module, held = root.get_submodule(path), variable(root, path, name)
+    parameter, buffer = module._parameters.get(name), module._buffers.get(name)
     if isinstance(value, _Gone):
         held.put({})
+    elif parameter is not None:
+        parameter.requires_grad_(value)
+    elif isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
+        with torch.no_grad():
+            buffer.copy_(value)
+    elif name in module._buffers:
+        module._buffers[name] = value
     elif not assign(held.state().get("value"), value):
         held.put({"value": value})
 
@@ -288,13 +272,6 @@ class _Gone:
     """A placeholder for the value of an attribute that was deleted."""
 
 
-class _Flag:
-    """A placeholder for a parameter, which tells whether it is trained."""
-
-    def __init__(self, requires_grad: bool) -> None:
-        self.requires_grad = requires_grad
-
-
 class _Attributes:
     """The state before a hook: attributes and buffers of modules, which parameters are trained, outside variables."""
 
@@ -309,7 +286,7 @@ class _Attributes:
         return found | {
             (path, name): held
             for path, module in self._modules.items()
-            for name, held in (*vars(module).items(), *module._buffers.items(), *_flags(module))
+            for name, held in (*vars(module).items(), *module._buffers.items(), *_trained(module).items())
             if name not in OF_EVERY_LIGHTNING_MODULE
         }
 
@@ -370,13 +347,9 @@ def unpacked(packer: Packer, content: Sequence[Any], device: torch.device) -> An
     return packer.unpickled(pickled, here)
 
 
-def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, _TRAINED if parameter.requires_grad else _FROZEN
-
-
-_TRAINED, _FROZEN = _Flag(True), _Flag(False)
+def _trained(module: nn.Module) -> dict[str, bool]:
+    """Return which of a module's own parameters are trained."""
+    return {name: p.requires_grad for name, p in module._parameters.items() if p is not None}
 
 
 # -- optimizers and schedulers, of which every process has a copy -----------------------------------------------------

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
@@ -126,7 +127,7 @@ class Rehearsal:
         cluster = self.pipeline_run.cluster
         trials = self._trials(setting)
         trials.runs = True
-        self._clear_gradients()
+        self.pipeline_run.models.clear_gradients(partial(nn.Module.zero_grad, self._module))
         recorder = Recorder(cluster.world.rank, cluster.device)
         with trials.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
@@ -237,13 +238,6 @@ class Rehearsal:
         self._module._current_fx_name = "training_step"
         _, *rest = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values()
         run.loop.order.train([batch], tuple(rest))
-
-    def _clear_gradients(self) -> None:
-        def clear_first() -> None:
-            for parameter in self._module.parameters():
-                parameter.grad = None
-
-        self.pipeline_run.models.clear_gradients(clear_first)
 
     def _now(self) -> float:
         port_of(self.pipeline_run.cluster.device).synchronize()

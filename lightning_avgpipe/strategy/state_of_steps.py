@@ -26,13 +26,7 @@ from lightning_avgpipe.utils.lightning import pl
 
 
 class StateOfSteps:
-    """The attributes and variables that code between submodules changes, of which hooks name some.
-
-    Args:
-        trainer: trainer of the module that has the step.
-        cluster: the connected processes, several of them in a group.
-        deployment: deployment of the module on processes.
-    """
+    """The attributes and variables that code between submodules changes, of which hooks name some."""
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
         self._trainer, self._cluster, self._deployment = trainer, cluster, deployment

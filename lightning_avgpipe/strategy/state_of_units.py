@@ -30,13 +30,7 @@ from lightning_avgpipe.utils.names import joined
 
 
 class StateOfUnits:
-    """Buffers, attributes and variables that submodules change in steps, of which each process has those of its stages.
-
-    Args:
-        module: the divided module.
-        cluster: the connected processes.
-        deployment: deployment of the module on processes.
-    """
+    """Buffers, attributes and variables that submodules change in steps, of which each process has those of its stages."""
 
     def __init__(self, module: nn.Module, cluster: Cluster, deployment: Deployment) -> None:
         self._module, self._cluster, self._deployment = module, cluster, deployment
@@ -69,18 +63,6 @@ class StateOfUnits:
         parallel, trains = self._deployment.parallel, step == STEP
         with parallel.showing_reference(False) if trains else contextlib.nullcontext():
             self._exchange(owners, parallel.ensemble if trains else None, lenient)
-
-    def hand_over(self, step: str, changed: bool) -> None:
-        """Bring what submodules have made in a step to all processes, since each may run them next. All call it.
-
-        Other processes keep their own value of what cannot be sent.
-
-        Args:
-            step: name of the step function.
-            changed: whether to bring what the step changes each time, too.
-        """
-        if owners := self.owners(step, changed, made=True):
-            self.bring(step, owners, lenient=True)
 
     def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None, lenient: bool) -> None:
         """Send what this process owns to the others, and accept what they own.

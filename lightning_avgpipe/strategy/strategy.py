@@ -519,7 +519,7 @@ class AvgPipeStrategy(ParallelStrategy):
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
         self._peers = Peers(trainer, cluster)
-        self._distributor = Distributor(trainer, cluster, self._needs)
+        self._distributor = Distributor(trainer, cluster)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
 
@@ -533,9 +533,6 @@ class AvgPipeStrategy(ParallelStrategy):
         count, look = partial(getattr, self._configuration, "batches_per_step"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
         self._undo.enter_context(sharing(trainer, self.num_groups))
-
-    def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        return None if self._run is None else self._run.needs(batch, rank)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
@@ -803,10 +800,10 @@ class AvgPipeStrategy(ParallelStrategy):
         self._configuration.ask(changes)
         if self._configuration.in_iteration:
             return
-        if self._run is None:
-            self._configuration.take_over(self._connection.cluster)
-        else:
+        if isinstance(self._run, PipelineRun):
             self._run.end_iteration()
+        else:
+            self._configuration.take_over(self._connection.cluster)
 
     def reference(self) -> AbstractContextManager[nn.Module]:
         """Return a context within which the module is the reference model, for hooks that use or change it.

@@ -66,9 +66,6 @@ class PassthroughRun:
     """A run in which everything is as with Lightning's own strategy for one device.
 
     It has one process, with one stage and one micro-batch or steps that run whole.
-
-    Args:
-        context: trainer, connection and options of the run.
     """
 
     plan: Plan | None = None
@@ -89,10 +86,6 @@ class PassthroughRun:
         """Move the batch with its transfer hooks."""
         return own(batch, device, dataloader_idx)
 
-    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """Return None: all tensors of a batch are needed."""
-        return None
-
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's own step."""
         return own(*args, **kwargs)
@@ -102,10 +95,6 @@ class PassthroughRun:
     ) -> Any:
         """Run Lightning's own optimizer step, unless a gradient is infinite or NaN."""
         return own(optimizer, self.check.after(closure), model, **kwargs)
-
-    def end_iteration(self) -> None:
-        """Apply the changes that were asked for."""
-        self._context.configuration.take_over(self._context.cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the only model, which is also the reference."""
@@ -118,9 +107,6 @@ class PassthroughRun:
 
 class WholeRun(PassthroughRun):
     """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what.
-
-    Args:
-        context: trainer, connection and options of the run.
 
     Attributes:
         plan: the plan of who owns what; None before the first step.
@@ -140,7 +126,9 @@ class WholeRun(PassthroughRun):
         context, trainer, cluster, enter = self._context, self._trainer, self._cluster, self._undo.enter_context
         deployment = self._deployment = deploy(context)
         context.state.begin(deployment)
-        enter(self._adapted())
+        enter(intercepting())
+        enter(local_metrics(metrics_of(self._module), BatchValues(), cluster.leaders, lambda: False))
+        enter(all_replaced(self._in_lockstep()))
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.without_inference_mode(trainer))
@@ -182,13 +170,6 @@ class WholeRun(PassthroughRun):
             owner, exchange = self._divide(), Exchange(self._cluster)
             self._lockstep = Lockstep(self._module, exchange, owner, metrics_of(self._module))
         return self._lockstep
-
-    @contextlib.contextmanager
-    def _adapted(self) -> Iterator[None]:
-        """Within this context trainer and module are changed as lockstep needs it."""
-        metrics = local_metrics(metrics_of(self._module), BatchValues(), self._cluster.leaders, lambda: False)
-        with intercepting(), metrics, all_replaced(self._in_lockstep()):
-            yield
 
     def _in_lockstep(self) -> Iterator[Replacement]:
         module, loop = self._module, self._trainer.fit_loop.epoch_loop

@@ -70,7 +70,7 @@ class _Failed:
     reason: str
 
 
-def _or_reason(make: Callable[[Step], Any], *errors: type[AvgPipeError]) -> Callable[[Step], Any]:
+def _or_reason(make: Callable[[Step], Any]) -> Callable[[Step], Any]:
     """Return a function that returns the reason why stages cannot run a step, where ``make`` raises it as an error."""
 
     def attempt(step: Step) -> Any:
@@ -78,7 +78,7 @@ def _or_reason(make: Callable[[Step], Any], *errors: type[AvgPipeError]) -> Call
             return make(step)
         except SkippedStepError:
             raise
-        except errors as error:
+        except (CaptureError, PartitionError) as error:
             return str(error)
 
     return attempt
@@ -124,8 +124,7 @@ class PlanMaker:
         None: the step skips all examples.
         """
         conditions = self._conditions(schedule, num_pipelines)
-        make = _or_reason(lambda step: self.planner.provisional(step, conditions), CaptureError, PartitionError)
-        return self._on_first(examples, make)  # type: ignore[no-any-return]
+        return self._on_first(examples, lambda step: self.planner.provisional(step, conditions))  # type: ignore[no-any-return]
 
     def final(
         self, examples: Examples, schedule: Schedule, num_pipelines: int, before: Plan | None, divided: bool
@@ -149,25 +148,15 @@ class PlanMaker:
             links = self._cluster.links(self._cluster.stage_map) if asks else ()
             conditions = replace(self._conditions(schedule, num_pipelines), links=links)
             units = () if before is None else before.graph.units
-
-            def make(step: Step) -> Plan:
-                return planner.plan(step, conditions, units)
-
-            attempt = make if examples.trains else _or_reason(make, CaptureError, PartitionError)
-            return self._on_first(examples, attempt)  # type: ignore[no-any-return]
+            return self._on_first(examples, lambda step: planner.plan(step, conditions, units))  # type: ignore[no-any-return]
 
     def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | str | None:
         """Return the graph of a further step, with the units of a plan, or why stages cannot run a step of evaluation.
 
         None: the step skips all examples.
         """
-
-        def follow(step: Step) -> CallGraph:
-            return self.planner.capture_like(step, plan)
-
-        attempt = follow if examples.trains else _or_reason(follow, CaptureError, PartitionError)
         with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
-            return self._on_first(examples, attempt)  # type: ignore[no-any-return]
+            return self._on_first(examples, lambda step: self.planner.capture_like(step, plan))  # type: ignore[no-any-return]
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
         teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())
@@ -178,10 +167,13 @@ class PlanMaker:
     def _on_first(self, examples: Examples, make: Callable[[Step], Any]) -> Any:
         """Return what ``make`` returns for the first example that is not skipped; None if all are.
 
+        Of a step that does not train it may be the reason why stages cannot run it.
+
         Raises:
             MicroBatchError: the user's code failed, and there is another way to try; raised on every process.
         """
         cause: Exception | None = None
+        make = make if examples.trains else _or_reason(make)
 
         def attempt(step: Step) -> Any:
             nonlocal cause

@@ -20,9 +20,6 @@ from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
 class NormsOverStages:
     """Norms of gradients over the stages of all processes, which wait for each other to take one.
 
-    Args:
-        cluster: cluster of the processes.
-
     Attributes:
         cluster: as given.
         taken: whether a norm was taken since this was last cleared, the same on all processes.

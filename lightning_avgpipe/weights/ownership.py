@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.utils.names import nearest
 
 # Full name -> the ranks that hold it; the first one answers for it: its contents count, for example in checkpoints.
 Owners = Mapping[str, tuple[int, ...]]
@@ -39,11 +40,7 @@ def owners_of(
     """
     everybody = tuple(range(world_size))
     found = {name: stages_of.get(name, ()) for name, _ in module.named_parameters()}
-    for name, _ in module.named_buffers():
-        unit = name
-        while unit and unit not in stages_of:
-            unit = unit.rpartition(".")[0]
-        found[name] = stages_of.get(unit, ())
+    found |= {name: stages_of.get(nearest(name, stages_of), ()) for name, _ in module.named_buffers()}
     ranks = {name: [rank for stage in stages for rank in hosts(stage)] for name, stages in found.items()}
     return {name: tuple(dict.fromkeys(ranks[name])) or everybody for name in found}
 
