@@ -30,7 +30,7 @@ from lightning_avgpipe.utils.names import joined
 
 
 class StateOfUnits:
-    """Buffers, attributes and variables that submodules change in steps, of which each process has those of its stages."""
+    """Buffers, attributes and variables that submodules change in steps: each process has those of its stages."""
 
     def __init__(self, module: nn.Module, cluster: Cluster, deployment: Deployment) -> None:
         self._module, self._cluster, self._deployment = module, cluster, deployment
