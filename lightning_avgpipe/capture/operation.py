@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,15 @@ from lightning_avgpipe.state.snapshot import Snapshot
 
 # Tensor methods by which a step sees or changes gradients.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
+_WRITES = re.compile(
+    r"(?!requires_grad_)\w*[a-z0-9]_|__setitem__|data\.__set__|"
+    r"__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
+
+
+def writes(function: str) -> bool:
+    """Return whether a function of this name writes into its first argument."""
+    return _WRITES.fullmatch(function) is not None
 
 
 class Operation(NamedTuple):

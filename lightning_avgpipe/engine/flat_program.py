@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.operation import Operation, writes
 from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
@@ -38,7 +38,7 @@ from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
-from lightning_avgpipe.utils.torch_compat import modes
+from lightning_avgpipe.utils.torch_compat import address, modes
 
 VALUES = frozenset(
     (
@@ -166,7 +166,7 @@ class Instruction:
         made: slots of the tensors that it returns, in order, or of the object.
         node: node of the graph, for a node.
         module: called module, for a call.
-        answer: expected answer, for a question; the pickled object, for an object; the shapes, for glue.
+        answer: expected answer, for a question; the pickled object, for an object; the form of the result, for glue.
         draw: random stream that begins before it, for glue that may draw.
         form: what a node returned besides numbers, see :func:`form_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
@@ -279,17 +279,25 @@ class FlatProgram:
                     differs, entry = True, outcome.entry
                 own.append(entry)
             else:
-                made = _free(instruction, args, kwargs, runner, part.observe)
-                if kind == "glue" and [tensor.shape for tensor in made] != instruction.answer:
-                    leaves = self._leaves_something(until=instruction)
-                    raise OtherForm(instruction, leaves) if own or leaves else OtherAnswer
+                result = _free(instruction, args, kwargs, runner, part.observe)
+                made = [result] if type(result) is Tensor else tree.tensors(result)
+                if kind == "glue" and _free_form(instruction.module, result, made) != instruction.answer:
+                    raise self._other_form(instruction, bool(own))
             for slot, tensor in zip(instruction.made, made, strict=True):
+                held = slots[slot]
+                if held is not None and held is not tensor:  # it was the same tensor as one before
+                    raise self._other_form(instruction, bool(own))
                 slots[slot] = tensor
             for slot in dropped:
                 slots[slot] = None
         entries = (*part.entries, *own) if differs and not part.program.is_last else self.entries
         sent = tuple([fill(one, slots) for one in self.sent])
         return Replayed(fill(self.result, slots), sent, entries, attested=self.attested)
+
+    def _other_form(self, instruction: Instruction, nodes_have_run: bool) -> Exception:
+        """Return the error for an instruction that has given something of another form."""
+        leaves = self._leaves_something(until=instruction)
+        return OtherForm(instruction, leaves) if nodes_have_run or leaves else OtherAnswer()
 
     def _leaves_something(self, until: Instruction) -> bool:
         """Return whether the instructions up to one of them log, or change tensors that are not their own."""
@@ -301,8 +309,8 @@ class FlatProgram:
         return False
 
 
-def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:
-    """Execute an instruction that is not a node; return the tensors of its result."""
+def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> Any:
+    """Return what an instruction returns that is not a node."""
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
     elif instruction.module is not None:
@@ -311,7 +319,12 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
         result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
         raise OtherAnswer
-    return [result] if type(result) is Tensor else tree.tensors(result)
+    return result
+
+
+def _free_form(module: nn.Module | None, result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the form of what a free function or unit returned: of one tensor by a function that is its shape."""
+    return tensors[0].shape if module is None and type(result) is Tensor else _form(result, tensors)
 
 
 def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -> OperationResult:
@@ -338,12 +351,16 @@ def _is_tensor(template: Any) -> bool:
 
 def form_of(outcome: OperationResult) -> Any:
     """Return what a step can read of a node's result besides the numbers of tensors: it may do otherwise then."""
-    looks = list(map(description, outcome.tensors))
     if outcome.parcel is not None:
-        return looks, outcome.parcel.content
-    if type(outcome.result) is Tensor:
+        return list(map(description, outcome.tensors)), outcome.parcel.content
+    return _form(outcome.result, outcome.tensors)
+
+
+def _form(result: Any, tensors: Sequence[Tensor]) -> Any:
+    looks = list(map(description, tensors))
+    if type(result) is Tensor:
         return looks
-    leaves, spec = tree.flatten(outcome.result)
+    leaves, spec = tree.flatten(result)
     return looks, spec, [None if isinstance(leaf, Tensor) else Fixed.of(leaf) for leaf in leaves]
 
 
@@ -405,6 +422,7 @@ class ProgramWriter:
     _after: dict[int, bytes] = field(default_factory=dict)
     _instructions: list[Instruction] = field(default_factory=list)
     _slots: KnownTensors[int] = field(default_factory=KnownTensors)
+    _memory: dict[int, int] = field(default_factory=dict)  # of the tensor in a slot
     _num_slots: int = 0
     _given: tuple[int, ...] = ()
     _began_in: tuple[Any, ...] = ()
@@ -450,7 +468,8 @@ class ProgramWriter:
             return
         if not tree.tensors(result):
             raise Unwritable(f"a {type(module).__name__} tells the step what is in the batch")
-        self._write("glue", partial(call_module, module), args, kwargs, result, module, answer=_shapes(result))
+        form = _form(result, tree.tensors(result))
+        self._write("glue", partial(call_module, module), args, kwargs, result, module, answer=form)
 
     @_writing
     def glue(
@@ -465,11 +484,11 @@ class ProgramWriter:
                 raise Unwritable(f"{name}() gives the step something else than tensors")
             if tensors:
                 is_glue = result is None
-                self._write(
-                    "glue" if is_glue else "question", function, args, kwargs, (), answer=[] if is_glue else result
-                )
+                answer = _free_form(None, None, ()) if is_glue else result
+                self._write("glue" if is_glue else "question", function, args, kwargs, (), answer=answer)
             return
-        self._write("glue", function, args, kwargs, result, answer=_shapes(result))
+        form = _free_form(None, result, tree.tensors(result))
+        self._write("glue", function, args, kwargs, result, answer=form)
 
     @_writing
     def begin_node(self, operation: Operation) -> None:
@@ -511,6 +530,8 @@ class ProgramWriter:
     @_writing
     def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that has looked at values."""
+        if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
+            raise Unwritable(f"{function_name(run)}() tells the step numbers")
         self._write("observe", run, args, kwargs, result)
 
     @_writing
@@ -523,19 +544,32 @@ class ProgramWriter:
         """
         if not complete:
             raise Unwritable("it ended early")
+        self._takes_objects = True
+        sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
         # skipped calls matter only for the random streams of modules that are called here as well
         called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
         # instructions on the batch come first, so that a surprise comes before any side effect
         if any(one.kind in ("glue", "question") for one in instructions):
-            if not any(one.node is not None and one.node.writes for one in instructions):
+            if not (any(one.node is not None and one.node.writes for one in instructions) or self._overwrites()):
                 instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
             elif any(one.kind == "question" for one in instructions):
                 raise Unwritable("it asks what is in the batch, and writes into tensors")
-        sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
         assert not isinstance(replayed.entries, Path)
         told = replayed.attested, replayed.entries
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
+
+    def _overwrites(self) -> bool:
+        """Return whether free functions write into memory that a node, a log or an object has read before."""
+        read: set[int] = set()
+        for one in self._instructions:
+            slots = slots_in((*one.args, *(part for _, part in one.kwargs)))
+            memory = [self._memory[slot] for slot in slots if slot in self._memory]
+            if one.kind not in ("glue", "question"):
+                read.update(memory)
+            elif not read.isdisjoint(memory) and _writes(one):
+                return True
+        return False
 
     def _write(
         self,
@@ -576,6 +610,7 @@ class ProgramWriter:
     def _new(self, tensor: Tensor) -> int:
         number, self._num_slots = self._num_slots, self._num_slots + 1
         self._slots.learn(tensor, number)
+        self._memory[number] = address(tensor)
         return number
 
     def _template(self, item: Any) -> Any:
@@ -649,8 +684,13 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
     return found
 
 
-def _shapes(result: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in tree.tensors(result)]
+def _writes(instruction: Instruction) -> bool:
+    """Return whether a free function or unit writes into an argument."""
+    module, named = instruction.module, dict(instruction.kwargs)
+    if module is not None:
+        return any(getattr(part, "inplace", False) for part in module.modules())
+    in_place = named.get("inplace")
+    return writes(instruction.name) or "out" in named or (type(in_place) is Fixed and bool(in_place.value))
 
 
 def _is_sized_by_numbers(operation: Operation) -> bool:

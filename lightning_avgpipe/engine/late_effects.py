@@ -7,7 +7,7 @@ The first micro-batch shows what a step assigns and changes, and the cuts allow 
 from __future__ import annotations
 
 import contextlib
-import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.events import attributes_of
+from lightning_avgpipe.capture.operation import writes
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import StepChangedError
@@ -30,10 +31,6 @@ from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, version_of
 
 _MISSING = object()
-_WRITES = re.compile(
-    r"(?!requires_grad_)\w*[a-z0-9]_|__setitem__|data\.__set__|"
-    r"__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
-)
 _OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
 
@@ -370,7 +367,7 @@ class LateBuffers(LateEffects):
         Raises:
             StepChangedError: it writes into the first one, or takes one that a unit of another stage changes.
         """
-        if not self._program.is_last and _WRITES.fullmatch(function) is not None:
+        if not self._program.is_last and writes(function):
             for written, buffer in self._module.named_buffers():
                 if buffer is tensors[0]:
                     self.check(self._changes(written))
@@ -433,8 +430,10 @@ class ReadState:
 
     def _now(self) -> dict[str, Any]:
         held = {name: own.get(key) for name, (own, key) in self._read.items()}
-        # a program follows tensors, but not what code between units computes from a shape
-        return {name: str(value.shape) if isinstance(value, Tensor) else value for name, value in held.items()}
+        shapes = {f"{name}.shape": str(value.shape) for name, value in held.items() if isinstance(value, Tensor)}
+        # a tensor is a constant of a program; it may hold activations, and is not kept alive
+        held |= {name: weakref.ref(value) for name, value in held.items() if isinstance(value, Tensor)}
+        return held | shapes
 
     def note(self) -> None:
         """Note the present state."""

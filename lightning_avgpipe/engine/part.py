@@ -156,31 +156,33 @@ class OperationResult(NamedTuple):
         return described(self.result) if self.parcel is None else self.parcel
 
     def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors) -> bool:
-        """Return whether a node returned as many tensors as when captured, and its arguments in the same places."""
+        """Return whether a node returned as many tensors as when captured, and the same ones in the same places.
+
+        Those are its arguments, and a tensor that it returned several times.
+        """
         if len(self.tensors) != len(node.outputs):
             return False
+        same: dict[int, Tensor] = {}
         for value, tensor in zip(node.outputs, self.tensors, strict=True):
-            if value < 0:
-                if tensor is not taken[-1 - value]:
-                    return False
-            elif value in node.inputs and known.own_value_of(tensor) != value:
+            expected = taken[-1 - value] if value < 0 else same.setdefault(value, tensor)
+            if tensor is not expected or (value in node.inputs and known.own_value_of(tensor) != value):
                 return False
         return True
 
     def separated(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
-        """Return the outcome with views in place of arguments that the node returned instead of new tensors.
+        """Return the outcome with views in place of arguments, and results, that the node returned as new tensors.
 
-        The view gets the index of the new value; the argument keeps its own.
+        The view gets the index of the new value; the argument, or the result before it, keeps its own.
         """
-        given = set(map(id, taken))
-        if given.isdisjoint(map(id, self.tensors)):
+        known = dict.fromkeys(map(id, taken), -1)  # id -> value, of results
+        if known.keys().isdisjoint(map(id, self.tensors)) and len({*map(id, self.tensors)}) == len(self.tensors):
             return self
         leaves, spec = tree.flatten(self.result)
         values = iter(node.outputs)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 value = next(values)
-                if id(leaf) in given and value >= 0 and value not in node.inputs:
+                if known.setdefault(id(leaf), value) != value and value >= 0 and value not in node.inputs:
                     leaves[i] = leaf.view_as(leaf)
         return OperationResult(tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 

@@ -87,8 +87,9 @@ def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ..
     """
     tensors: list[Tensor] = []
     structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
+    attributes = [id(tensor) if vars(tensor) else 0 for tensor in tensors]  # these are not compared: each is followed
     tensors += part.received
-    return tensors, (list(map(description, tensors)), structure, part.entries, part.attested)
+    return tensors, (list(map(description, tensors)), attributes, structure, part.entries, part.attested)
 
 
 def _structure(item: Any, tensors: list[Tensor]) -> Any:

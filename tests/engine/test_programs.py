@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -495,3 +497,204 @@ def test_a_micro_batch_with_another_flag_structure_or_shape_is_followed(
 def test_another_form_comes_too_late_if_the_program_has_changed_what_lasts() -> None:
     with pytest.raises(StepChangedError, match=r"unit 'last' at .* returned something of another form .*static_step"):
         trained(KeepsRowsOfUnit(norm=True), late_differences())
+
+
+# -- what is the same tensor, and in which order tensors are written ---------------------------------------------------
+
+
+class Ordered(MLP):
+    """Returns a mapping that is no dict, with the loss and something else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return OrderedDict(loss=self.loss(batch))
+
+
+class Shifts(MLP):
+    """Changes a tensor of its own between layers that have read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.zeros(8)
+        for layer in self.layers:
+            x = layer(x) + shift
+            shift += 0.1
+        return x
+
+
+class ShiftsRows(MLP):
+    """Writes into rows of a tensor which a log has read."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight = torch.ones(8)
+        self.log("weight", weight.mean())
+        weight[:4] = 0.5
+        self.log("later", weight.mean())
+        x, target = batch
+        return ((self(x) - target) * weight).square().mean()
+
+
+class OfBatch(nn.Module):
+    """Has no parameters, so it depends on the batch alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x * 1.0, bool(x.abs().max() > 1)
+
+
+class AsksOfBatch(Asks):
+    def __init__(self) -> None:
+        super().__init__(bool, bool)
+        self.mask = OfBatch()
+        self.last = nn.Linear(8, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        x, large = self.mask(x)
+        return F.mse_loss(self.last(self.first(x)), target) * (2 if large else 1)
+
+
+class ReturnsOne(nn.Linear):
+    """Returns one tensor twice, or two."""
+
+    def __init__(self, when: bool) -> None:
+        super().__init__(8, 8)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, (y if bool(x.abs().max() > 1) is self.when else 0.5 * y)
+
+
+class AddsBoth(Asks):
+    def __init__(self, when: bool) -> None:
+        super().__init__(bool, bool)
+        self.last, self.one, self.other = ReturnsOne(when), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        one, other = self.last(self.first(x))
+        return F.mse_loss(self.one(one) + self.other(other), target)
+
+
+class Gate(nn.Linear):
+    """Computes, or returns what it was given."""
+
+    def __init__(self, when: bool) -> None:
+        super().__init__(8, 8)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool(x.abs().max() > 1) is self.when else x
+
+
+class Gated(Asks):
+    def __init__(self, when: bool) -> None:
+        super().__init__(bool, bool)
+        self.last = Gate(when)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        h = self.first(x)
+        return F.mse_loss(h + self.last(h), target)
+
+
+class Tells(torchmetrics.Metric):
+    """Gives a Python number."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.total += value.detach().mean()
+
+    def compute(self) -> float:
+        return float(self.total)
+
+
+class LogsWhatIsTold(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Tells()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("rest", 1 - self.told(loss))
+        return loss
+
+
+class CoolingByTensor(Cooling):
+    """Keeps its factor in a tensor, in the place of a number."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.factor: Any = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.begins:
+            self.factor = self.factor * 0.9
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReadsTensor(ReadsFactor):
+    def __init__(self) -> None:
+        super().__init__(7, 0)
+        self.layers[7] = self.cooling = CoolingByTensor()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Ordered,
+        Shifts,
+        ShiftsRows,
+        AsksOfBatch,
+        lambda: AddsBoth(True),
+        lambda: AddsBoth(False),
+        lambda: Gated(True),
+        lambda: Gated(False),
+        LogsWhatIsTold,
+        ReadsTensor,
+    ],
+    ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor"],
+)
+def test_micro_batches_are_repeated_only_where_the_same_is_true_of_them(
+    make: Callable[[], Any], num_stages: int
+) -> None:
+    torch.manual_seed(0)
+    followed = make()
+    repeated = copy.deepcopy(followed)
+    one = trained(followed, late_differences(), num_stages, static_step=False)
+    two = trained(repeated, late_differences(), num_stages)
+    assert_same_parameters(followed, repeated)
+    assert one.callback_metrics == two.callback_metrics
+
+
+def test_what_a_unit_returns_twice_may_be_two_tensors_where_a_cut_follows() -> None:
+    torch.manual_seed(0)
+    models = [AddsBoth(False)]
+    models += [copy.deepcopy(models[0]), copy.deepcopy(models[0])]
+    trained(models[0], late_differences(), 1, static_step=False)
+    for model, static in zip(models[1:], (False, "auto"), strict=True):
+        trained(model, late_differences(), 2, static_step=static, split_points=["one"])
+        assert_same_parameters(models[0], model)
+
+
+class Listed(MLP):
+    """Gets a list of pairs."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])))
+
+
+def test_a_sample_may_come_twice_in_a_micro_batch() -> None:
+    """As one object, of a dataset in memory whose samples are drawn with replacement."""
+    torch.manual_seed(0)
+    pairs = [*zip(*MLP.example(48), strict=True)]
+    order = [*range(16), 16, 16, *range(18, 48)]
+    model, other = twins(Listed)
+    for each, static in ((model, "auto"), (other, False)):
+        trained(each, DataLoader(pairs, 16, sampler=order, collate_fn=list), static_step=static)
+    assert_same_parameters(model, other)
