@@ -183,7 +183,7 @@ class AveragingStep:
         outer.step()
         for tensor in self._reference:
             tensor.grad = None
-        for tensors in self._models:
+        for tensors in self._models if self._reference else ():
             torch._foreach_add_(list(tensors), list(self._reference))
 
     def _over_active(self) -> float:

@@ -15,6 +15,7 @@ from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.collectives import TensorCollectives
+from lightning_avgpipe.utils.torch_compat import share_gradient_hooks
 from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 
 
@@ -95,6 +96,7 @@ class Ensemble:
             for name, copy in model.parameters.items():
                 if copy.requires_grad != own[name].requires_grad:
                     copy.requires_grad_(own[name].requires_grad)
+                share_gradient_hooks(own[name], copy)
         if not new:
             return False
         self.averager.end_staggered()
@@ -176,13 +178,18 @@ class Ensemble:
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool) -> Iterator[None]:
-        """Give the module the weights of the reference, or those of pipeline 0, within this context."""
-        before = self.models.shown is not None
+        """Give the module the weights of the reference, or those of pipeline 0, within this context.
+
+        Another model that the module showed before is shown again.
+        """
+        before, placed = self.models.shown is not None, self.models.placed
         self.show_reference(reference)
         try:
             yield
         finally:
             self.show_reference(before)
+            if placed.number:
+                self.models.put(placed)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

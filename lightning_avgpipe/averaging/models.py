@@ -70,6 +70,7 @@ class Models:
         reference: tensors, by name, of all parameters that any process trains; those of other processes are on meta.
         sums: sums of averagings that have begun and let the models go on, by name of the parameter.
         shared: buffers of the reference over groups; None if there is one group.
+        placed: what the module has now: a model, or ``shown``.
         shown: what the module has in the place of model 0 while it shows the reference; None if it does not.
     """
 
@@ -90,7 +91,7 @@ class Models:
         places = slots_for(module, buffers.values())
         self._buffer_slots = {name: places[id(buffer)] for name, buffer in buffers.items()}
         self._parameter_slots: dict[str, list[Slot]] = {}
-        self.own = self._placed = ParallelModel(0)
+        self.own = self.placed = ParallelModel(0)
         self.own.buffers = buffers
         self.own.memory = [tensor.detach() for tensor in written]
         self.each = [self.own]
@@ -219,9 +220,9 @@ class Models:
 
     def put(self, model: ParallelModel) -> None:
         """Put a model into the module, unless it is there."""
-        if model is self._placed:
+        if model is self.placed:
             return
-        placed = self._placed
+        placed = self.placed
         for name, slots in self._buffer_slots.items():
             placed.buffers[name] = slots[0].get()  # user code may have assigned another tensor
             for slot in slots:
@@ -233,12 +234,12 @@ class Models:
             # exchange the memory and not the contents: tensors saved for a backward must not change
             placed.memory[i] = tensor.detach()
             tensor.data = model.memory[i]
-        self._placed = model
+        self.placed = model
 
     def read_back(self) -> None:
         """Note buffers that user code has assigned anew."""
         for name, slots in self._buffer_slots.items():
-            self._placed.buffers[name] = slots[0].get()
+            self.placed.buffers[name] = slots[0].get()
 
     def show(self, reference: bool) -> None:
         """Put the reference into the place of model 0 in the module, or model 0 again."""

@@ -118,7 +118,7 @@ class Overlap:
         return not (
             loop._num_ready_batches_reached()
             or steps == trainer.max_steps
-            or trainer.should_stop
+            or self._loop.stops
             or trainer.received_sigterm
             or loop._should_check_val_fx(fetcher)
             or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)

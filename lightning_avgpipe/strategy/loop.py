@@ -71,12 +71,14 @@ class PipelineLoop:
         splitter: splits batches.
         verifier: compares the first iterations with plain ones; None if there is no verification.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
+        stops: whether training was to stop when this step began, as all processes know; a step may wish so itself.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
     """
 
     verifier: Verifier | None = None
     zero_grad: Callable[[], None] | None = None
+    stops: bool = False
 
     def __init__(
         self,

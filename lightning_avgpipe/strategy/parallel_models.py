@@ -25,6 +25,7 @@ from lightning_avgpipe.training.replicas import ReplicaSync
 from lightning_avgpipe.training.stepping import NormsOverStages
 from lightning_avgpipe.utils.lightning import is_overridden, rank_zero_info
 from lightning_avgpipe.utils.tensors import is_strided
+from lightning_avgpipe.utils.torch_compat import version_of
 
 
 class ParallelModels:
@@ -58,6 +59,7 @@ class ParallelModels:
         self._sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
         self._clears_by_hand = is_overridden("optimizer_zero_grad", context.module)
         self._are_summed = False  # gradients that the next batch may add to
+        self._before_step: dict[str, tuple[int, int]] | None = None  # gradients before optimizer_step has gone on
         has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
         normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self.replicas = ReplicaSync(context.module, context.cluster, deployment.parallel, observers, normalises)
@@ -153,6 +155,8 @@ class ParallelModels:
             return
         if not number:
             self._trainer.precision_plugin.post_backward(loss, self._module)
+            if self.num_models > 1 and is_overridden("optimizer_step", self._module):
+                self._before_step = self._gradients()
             return
         assert self.ensemble is not None
         with self.ensemble.placed(number), self.step_log.muted():
@@ -205,6 +209,7 @@ class ParallelModels:
             shards = self._deployment.holdings.shards
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
+        self._check_gradients()
         results: list[Any] = []
         once = self._once(optimizer, closure if order.in_turn else self.check.after(closure), results)
         with _counting_steps(optimizer) as steps:
@@ -215,7 +220,29 @@ class ParallelModels:
             ensemble.take_checksums(bool(self._trainer.is_last_batch))
         elif ensemble is not None:
             self._step_others(ensemble, results, bool(steps), kwargs)
+        self._before_step = None
         return result
+
+    def _gradients(self) -> dict[str, tuple[int, int]]:
+        """Return identity and version of each gradient of pipeline 0's model."""
+        found = ((name, p.grad) for name, p in self._module.named_parameters())
+        return {name: (id(gradient), version_of(gradient)) for name, gradient in found if gradient is not None}
+
+    def _check_gradients(self) -> None:
+        """Check that an overridden ``optimizer_step`` has changed no gradient between its closure and its step.
+
+        Raises:
+            ConfigurationError: it has, of pipeline 0's model only.
+        """
+        before, self._before_step = self._before_step, None
+        if before is None or (now := self._gradients()) == before:
+            return
+        name = min(dict(before.items() ^ now.items()))
+        raise ConfigurationError(
+            f"{type(self._module).__name__}.optimizer_step changes the gradient of '{name}' after its closure has run, "
+            f"for one of {self.num_models} parallel models only. Change gradients in on_before_optimizer_step or "
+            "configure_gradient_clipping, which are called for each model, or train one model"
+        )
 
     def _once(self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any]) -> Callable[[], Any]:
         """Return a closure that notes its result, and that an optimizer may evaluate once.

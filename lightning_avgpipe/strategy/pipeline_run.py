@@ -302,6 +302,7 @@ class PipelineOptimization(_AutomaticOptimization):
         So is what else the step has returned, if a callback may read it.
         """
         cluster = self._loop.cluster
+        self._loop.stops = self.trainer.should_stop
         cluster.control.expect()
         verifier = self._loop.verifier
         self._loop.end_sanity_check()

@@ -28,9 +28,10 @@ untraced = torch._C.DisableTorchFunction  # the context in which torch functions
 
 def share_gradient_hooks(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
     """Let the hooks on a parameter's gradient act on the gradient of another leaf as well."""
-    for hooks in GRADIENT_HOOKS:
-        if getattr(parameter, hooks, None):
-            setattr(leaf, hooks, getattr(parameter, hooks))
+    for name in GRADIENT_HOOKS:
+        hooks = getattr(parameter, name, None)
+        if hooks and getattr(leaf, name, None) is not hooks:
+            setattr(leaf, name, hooks)
 
 
 def compiled_graphs() -> int:

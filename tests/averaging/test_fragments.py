@@ -120,6 +120,18 @@ def by_torchft(rank: int) -> dict[str, Tensor]:
     return state(module)
 
 
+def test_there_may_be_more_fragments_than_weights() -> None:
+    found = []
+    for fragments in (2, 4):
+        torch.manual_seed(3)
+        module = MLP()
+        module.layers[2:].requires_grad_(False)
+        averaging = Averaging(every=4, fragments=fragments, alpha=1.0, outer_optimizer=NESTEROV)
+        found.append(train(module, loader(MLP, 64, 8), averaging=averaging).models[0])
+    assert_equal(found[0]["layers.2.weight"], found[1]["layers.2.weight"])
+    assert (found[0]["layers.0.weight"] - found[1]["layers.0.weight"]).abs().max() < 1
+
+
 def test_without_a_delay_torchft_does_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="pip install torchft")
     torch.manual_seed(3)

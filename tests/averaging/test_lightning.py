@@ -242,6 +242,14 @@ class InStep(MLP):
         clamp(self)
 
 
+class BetweenClosureAndStep(MLP):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        for parameter in self.layers[0].parameters():
+            parameter.grad *= 0.5
+        optimizer.step()
+
+
 class Wider(L.Callback):
     """Asks for a second model."""
 
@@ -276,6 +284,7 @@ AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
         (MLP, lambda: [Changes("on_train_batch_end", turn)], {}, SEEN_ALONE),  # the same numbers elsewhere
         (MLP, lambda: [Changes("on_train_epoch_end")], {}, SEEN_ALONE),
         (InStep, list, {"averaging": Averaging(every=2)}, "code after the step in optimizer_step"),
+        (BetweenClosureAndStep, list, {}, r"changes the gradient of 'layers\.0\.bias' .* on_before_optimizer_step"),
         (MLP, lambda: [StochasticWeightAveraging(0.1)], {}, f"StochasticWeightAveraging {AVERAGES}"),
         (MLP, lambda: [Wider(), StochasticWeightAveraging(0.1)], {"num_pipelines": 1}, AVERAGES),
         (MLP, lambda: [WeightAveraging()], {}, f"WeightAveraging {AVERAGES}"),
@@ -324,3 +333,52 @@ def test_a_failure_leaves_the_reference() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         train(model, loader(MLP, 64, 8), 2, trainer={"callbacks": [fails]})
     assert_equal(fails.reference, state(model))
+
+
+class Masks(L.Callback):
+    """Gives a weight a hook that stops its gradient from the second epoch on: then, or from the start."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.early:
+            module.layers[0].weight.register_hook(lambda gradient: gradient * (trainer.current_epoch == 0))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        if not self.early and trainer.current_epoch == 1:
+            module.layers[0].weight.register_hook(lambda gradient: gradient * 0)
+
+
+def test_a_hook_of_a_gradient_that_comes_late_acts_on_every_model() -> None:
+    found = []
+    for early in (True, False):
+        torch.manual_seed(3)
+        options = {"callbacks": [Masks(early)], "max_epochs": 2}
+        found.append(train(MLP(), loader(MLP, 32, 8), trainer=options).models)
+    assert_equal(*found)
+
+
+class Looks(MLP):
+    """Looks at the reference and at another model in a hook that is called for each model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, bool, bool]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        before = self.layers[0].weight
+        with strategy.reference():
+            pass
+        after_reference = self.layers[0].weight is before
+        with strategy.parallel_model(1):
+            pass
+        self.found.append((id(before), after_reference, self.layers[0].weight is before))
+
+
+def test_a_hook_that_has_looked_at_another_model_finds_its_own_again() -> None:
+    module = Looks()
+    train(module, loader(MLP, 32, 8))
+    assert len({number for number, *_ in module.found}) == 2
+    assert all(same for _, *after in module.found for same in after)

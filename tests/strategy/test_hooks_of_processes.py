@@ -663,13 +663,15 @@ class GoesOn(Layers):
 
 def stopped() -> list[int]:
     modules = [Stops(True), Stops(False), GoesOn()]
-    return [piped(module, 2, 2, costs="flops").trainer.global_step for module in modules]
+    found = [piped(module, 2, 2, costs="flops").trainer.global_step for module in modules]
+    rolling = {"num_pipelines": 2, "averaging": Averaging(rolling=True, split_batches=True), "costs": "flops"}
+    return [*found, piped(Stops(True), 2, 2, **rolling).trainer.global_step]
 
 
 def test_a_wish_of_the_step_or_of_a_hook_to_stop_or_to_go_on_is_that_of_all_processes(in_two: Any) -> None:
     longer = piped(GoesOn(), 1, 1).trainer.global_step
     assert longer > piped(Layers(), 1, 1).trainer.global_step
-    assert [rank["stopped"] for rank in in_two] == [[2, 2, longer]] * 2
+    assert [rank["stopped"] for rank in in_two] == [[2, 2, longer, 2]] * 2
 
 
 class Ends(Layers):

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.systems.asynchronous.versions import Place, Use, VersionPolicy
@@ -166,7 +166,7 @@ class WeightStore:
     @contextlib.contextmanager
     def _shown(self, here: _Stage) -> Iterator[Weights]:
         """Put a version's leaves in the places of the parameters; their gradients accumulate into the parameters'."""
-        leaves = here.leaves.get(here.now) or self._make(here, here.now)
+        leaves = here.leaves[here.now] if here.now in here.leaves else self._make(here, here.now)
         pairs = [(here.parameters[name], leaf) for name, leaf in leaves.items()]
         for parameter, leaf in pairs:
             leaf.grad = parameter.grad
@@ -194,10 +194,12 @@ class WeightStore:
         if not use.ahead:
             return {name: parameter.data for name, parameter in here.parameters.items()}
         trained_by = sources(self._optimizers())
-        increment = self.policy.delta == "increment"
-        return {
-            name: predicted(trained_by[id(p)], p, use.ahead, here.before.get(name, p) if increment else None)
+        before = here.before if self.policy.delta == "increment" else None
+        contents = {name: p.data for name, p in here.parameters.items()}  # what no optimizer has does not move
+        return contents | {
+            name: predicted(trained_by[id(p)], p, use.ahead, None if before is None else before.get(name, p))
             for name, p in here.parameters.items()
+            if id(p) in trained_by
         }
 
     @contextlib.contextmanager
@@ -287,7 +289,8 @@ def _adam(state: _State, group: _State) -> Tensor:
 
 # A class of optimizers, the hyper-parameter that must not be zero, and the direction from the state of a parameter.
 _DIRECTIONS: Sequence[tuple[type[Optimizer], str | None, Callable[[_State, _State], Tensor | None]]] = (
-    (Adam, None, _adam),  # AdamW is a subclass
+    (Adam, None, _adam),
+    (AdamW, None, _adam),  # no subclass of Adam before torch 2.7
     (SGD, "momentum", _momentum),
     (RMSprop, "momentum", _momentum),
 )

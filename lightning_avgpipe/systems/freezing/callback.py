@@ -234,8 +234,10 @@ class AdaptiveFreezing(Callback):
             return
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
-                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-                square = float(torch.linalg.vector_norm(parameter.grad.detach(), dtype=wide)) ** 2
+                gradient = parameter.grad.detach()
+                gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                square = float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
                 self._squares.setdefault(name, []).append(square)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

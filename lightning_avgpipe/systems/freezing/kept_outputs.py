@@ -38,6 +38,7 @@ from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.tensors import is_strided, strided_parts
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
 
     Args:
         data: the micro-batch, a tree.
-        size: number of samples. Tensors with another first dimension, and leaves that are no tensors, belong to every
-            sample.
+        size: number of samples. Sparse tensors and those with another first dimension, and leaves that are no tensors,
+            belong to every sample.
         names: names of the tensors that count; None: all.
     """
     shared, each = hashlib.blake2b(digest_size=16), [hashlib.blake2b(digest_size=16) for _ in range(size)]
@@ -61,11 +62,11 @@ def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
         if not isinstance(leaf, Tensor):
             shared.update(pickle.dumps((name, leaf)))
         elif names is None or name in names:
-            divided = leaf.ndim > 0 and leaf.shape[0] == size
+            divided = is_strided(leaf) and leaf.ndim > 0 and leaf.shape[0] == size
             shape = tuple(leaf.shape[1:] if divided else leaf.shape)
-            shared.update(f"{name} {shape} {leaf.dtype}".encode())
-            host = leaf.detach().cpu().contiguous()
-            for part, found in zip(host, each, strict=True) if divided else [(host, shared)]:
+            shared.update(f"{name} {shape} {leaf.dtype} {leaf.layout}".encode())
+            hosts = [part.detach().cpu().contiguous() for part in strided_parts(leaf)]
+            for part, found in zip(hosts[0], each, strict=True) if divided else ((host, shared) for host in hosts):
                 found.update(as_bytes(part).numpy().data)
     tail = shared.digest()
     return [found.digest() + tail for found in each]

@@ -113,8 +113,9 @@ def go_on(
             torch.autograd.backward([out], [gradient])
             gradient = entered.grad
             for name, parameter in stage.module.named_parameters():
-                found = weights[name].grad
-                parameter.grad = found if parameter.grad is None else parameter.grad + found
+                found = weights[name].grad if parameter.requires_grad else None
+                if found is not None:
+                    parameter.grad = found if parameter.grad is None else parameter.grad + found
         if (i + 1) % num_microbatches == 0:
             for stage in stages:
                 stage.optimizer.step()

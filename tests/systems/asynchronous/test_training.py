@@ -103,6 +103,33 @@ def test_weights_are_those_of_a_loop_that_keeps_all_versions(policy: str | PipeO
     assert any((p - synchronous[name]).abs().max() > 1e-4 for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize(("policy", "frozen"), [("stash", 0), ("stash", 1), ("2bw", 0), ("spectrain", 0)])
+def test_a_stage_may_have_nothing_to_train(policy: str, frozen: int) -> None:
+    torch.manual_seed(0)
+    count = 3 if policy == "2bw" else 1
+    model, data = Chain(Recurrent, MOMENTUM), batches(5, 2 * count)
+    model.parts[frozen].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    fit(model, Batches(data), policy, count, max_epochs=1)
+    assert_close(dict(model.named_parameters()), by_versions(plain, policy, [data], count))
+
+
+class OfTheLast(Chain):
+    """Trains its last part; the gradients of the others are no optimizer's."""
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parts[-1].parameters())
+
+
+def test_what_no_optimizer_has_is_predicted_to_stay() -> None:
+    torch.manual_seed(0)
+    model, data = OfTheLast(Recurrent, MOMENTUM), batches(5, 2)
+    plain = copy.deepcopy(model)
+    plain.parts[:-1].requires_grad_(False)
+    fit(model, Batches(data), "spectrain", 1, max_epochs=1)
+    assert_close(dict(model.named_parameters()), by_versions(plain, "spectrain", [data], 1))
+
+
 @pytest.mark.parametrize("policy", ["stash", "2bw"])
 def test_a_smaller_batch_at_the_end_begins_after_a_drain(policy: str) -> None:
     torch.manual_seed(0)

@@ -103,6 +103,32 @@ def test_norms_of_gradients_do_not_grow_with_the_number_of_models(num_pipelines:
     assert min(alone.state_dict()["norms"]) > 0
 
 
+class Words(FineTuned):
+    """Begins with an embedding of words, whose gradients may be sparse."""
+
+    norm = nn.LayerNorm
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8, sparse=sparse)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].abs().long().clamp(max=4)[:, 0], batch[1]), batch_idx)
+
+
+def test_norms_of_sparse_gradients_are_those_of_dense_ones() -> None:
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(3)
+        callback = AdaptiveFreezing(mode="gradient_norm")
+        pipeline(2, max_epochs=1, callbacks=[callback]).fit(Words(sparse), loader(MLP, 16, 8))
+        found.append(callback.state_dict()["norms"])
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_the_layers_are_the_longest_row_of_one_type() -> None:
     assert repeated_blocks(FineTuned()) == tuple(f"encoder.blocks.{i}" for i in range(5))
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))) == ()

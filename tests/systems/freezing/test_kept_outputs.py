@@ -46,6 +46,9 @@ def test_a_sample_is_known_by_its_content_whatever_is_beside_it() -> None:
         {"x": X[:2], "y": torch.zeros(2)}, 2, {"['x']"}
     )
     assert digests((X[:2], "de"), 2, None) != digests((X[:2], "en"), 2, None)  # what is not a tensor counts for all
+    edges, others = torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse()  # nor is a sparse one
+    assert digests((X[:2], edges), 2, None) == digests((X[:2], edges.clone()), 2, None)
+    assert digests((X[:2], edges), 2, None) != digests((X[:2], others), 2, None)
 
 
 def test_what_is_read_has_the_bits_that_were_given() -> None:
