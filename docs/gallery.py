@@ -107,14 +107,14 @@ def overview() -> dict[str, Timeline]:
     plain, advanced = simulate(build("1f1b", num_stages, num_microbatches), costs), simulate(ahead, costs)
     rolling = simulate([ahead] * num_models, costs, iterations=4)
     return {
-        _title("1F1B", plain.iteration_s, plain.bubble_fraction): plain,
-        _title("advance forward propagation", advanced.iteration_s, advanced.bubble_fraction): advanced,
-        _title("two rolling models", rolling.steady_s / num_models, rolling.steady_bubble_fraction): rolling,
+        _title("1F1B", plain): plain,
+        _title("advance forward propagation", advanced): advanced,
+        _title("two rolling models", rolling, num_models): rolling,
     }
 
 
-def _title(what: str, batch_s: float, idle: float) -> str:
-    return f"{what}: {batch_s:g} s a batch, {idle:.0%} idle"
+def _title(what: str, timeline: Timeline, num_models: int = 1) -> str:
+    return f"{what}: {timeline.steady_s / num_models:g} s a batch, {timeline.bubble_fraction:.0%} idle"
 
 
 if __name__ == "__main__":

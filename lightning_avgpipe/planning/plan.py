@@ -348,14 +348,14 @@ def forecast_of(
         timeline = policy.simulate(stage_costs(plan), count, 2 + 4 * plan.num_stages, repeats=False)
         copies = " ".join(map(str, policy.copies(plan.num_stages, count)))
         name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
-        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
+        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.bubble_fraction))
     frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
     schedule = without_relays(schedule) if frozen else schedule
     costs = stage_costs(plan, frozen)
     costs = costs.on(owners) if owners else costs
     iterations = _ITERATIONS if rolling and num_models > 1 else 1
     timeline = simulate([forward_only(schedule, frozen)] * num_models, costs, owners, iterations=iterations)
-    idle = max(0.0, timeline.steady_bubble_fraction)
+    idle = max(0.0, timeline.bubble_fraction)
     return Forecast(schedule.name, schedule.num_microbatches, timeline.steady_s, idle, num_models)
 
 

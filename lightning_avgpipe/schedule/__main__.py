@@ -52,7 +52,7 @@ def _simulated(options: argparse.Namespace, schedule: Schedule, costs: StageCost
 def summary(schedule: Schedule, timeline: Timeline) -> str:
     """Return one line with the time, the idle share, the warm-up and the peak stash of a simulated schedule."""
     return (
-        f"iteration {timeline.steady_s:g} s, idle {timeline.steady_bubble_fraction:.1%}, "
+        f"iteration {timeline.steady_s:g} s, idle {timeline.bubble_fraction:.1%}, "
         f"warm-up {' '.join(map(str, schedule.warm_up))}, peak stash {' '.join(map(str, timeline.peak_stash))}"
     )
 
@@ -63,7 +63,7 @@ def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
         return
     title = (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
-        f"{timeline.steady_s:g} s, idle {timeline.steady_bubble_fraction:.1%}"
+        f"{timeline.steady_s:g} s, idle {timeline.bubble_fraction:.1%}"
     )
     picture.save(picture.draw(timeline, title), path)
 

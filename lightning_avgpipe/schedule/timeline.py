@@ -105,31 +105,19 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0) - self.begin_s
 
     @cached_property
-    def bubble_fraction(self) -> float:
-        """The share of all devices' time in which no action runs, from the first action to the last, 0..1."""
-        busy = sum(span.end_s - span.begin_s for span in self.spans)
-        total = len(self.rows) * self.iteration_s
-        return 1.0 - busy / total if total else 0.0
-
-    @cached_property
     def num_pipelines(self) -> int:
         """The number of pipelines N."""
         return 1 + max((span.pipeline for span in self.spans), default=0)
 
     @cached_property
-    def _iteration_ends_s(self) -> tuple[float, ...]:
-        """The end of the last action of each iteration, in seconds."""
-        ends: dict[int, float] = {}
-        for span in self.spans:
-            ends[span.iteration] = max(span.end_s, ends.get(span.iteration, 0.0))
-        return tuple(ends[t] for t in sorted(ends))
-
-    @cached_property
     def _steady(self) -> tuple[float, float, int]:
-        """The begin and end of the iterations in the middle, in seconds, and the number of these iterations."""
-        ends = self._iteration_ends_s
+        """The begin and end of the iterations in the middle, or of the only one, and the number of these iterations."""
+        last_ends: dict[int, float] = {}
+        for span in self.spans:
+            last_ends[span.iteration] = max(span.end_s, last_ends.get(span.iteration, 0.0))
+        ends = [last_ends[t] for t in sorted(last_ends)]
         if len(ends) < 2:
-            return self.begin_s, self.begin_s + self.iteration_s, 1
+            return self.begin_s, max(ends, default=self.begin_s), 1
         first = len(ends) // 4
         last = max(first + 1, len(ends) - 1 - first)
         return ends[first], ends[last], last - first
@@ -141,8 +129,8 @@ class Timeline:
         return (end_s - begin_s) / count
 
     @cached_property
-    def steady_bubble_fraction(self) -> float:
-        """The share of all devices' time in which no action runs, in the middle of several iterations, 0..1."""
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in which no action runs, in the iterations of ``steady_s``, 0..1."""
         begin_s, end_s, _ = self._steady
         busy = sum(max(0.0, min(s.end_s, end_s) - max(s.begin_s, begin_s)) for s in self.spans)
         return 1.0 - busy / (len(self.rows) * (end_s - begin_s)) if end_s > begin_s else 0.0

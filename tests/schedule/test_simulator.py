@@ -233,7 +233,7 @@ def test_rolling_pipelines_come_near_the_limit_of_the_bubble(
 
 def test_two_rolling_pipelines_are_idle_only_where_the_first_begins_and_the_last_ends() -> None:
     timeline = rolling(2, 4, 4)
-    assert timeline.steady_bubble_fraction == pytest.approx(0, abs=1e-9)
+    assert timeline.bubble_fraction == pytest.approx(0, abs=1e-9)
     assert simulate([build("1f1b", 4, 4)] * 2, StageCosts.uniform(4, 1, 2)).bubble_fraction > 0.25
     for stage in range(4):
         spans = sorted((s for s in timeline.spans if s.stage == stage), key=lambda s: s.begin_s)

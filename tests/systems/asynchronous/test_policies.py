@@ -76,7 +76,7 @@ def test_asynchronous_updates_leave_no_bubble() -> None:
     seconds = {name: policies.POLICIES[name].simulate(costs, 4, 24) for name in policies.POLICIES}
     assert seconds["flush"].steady_s == (4 + 3) * 3
     assert seconds["stash"].steady_s == seconds["2bw"].steady_s == 4 * 3
-    assert seconds["stash"].steady_bubble_fraction == pytest.approx(0)
+    assert seconds["stash"].bubble_fraction == pytest.approx(0)
     assert seconds["pipeoptim"].steady_s == 4 * 4  # a forward is repeated in each backward
 
 
