@@ -122,4 +122,4 @@ if __name__ == "__main__":
     if path.suffix == ".md":
         path.write_text(written(path.read_text()))
     else:
-        picture.save(picture.draw_together(overview(), _SHOWN_S), path)
+        picture.draw_together(overview(), _SHOWN_S).savefig(path)

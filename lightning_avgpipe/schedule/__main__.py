@@ -65,7 +65,7 @@ def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
         f"{timeline.steady_s:g} s, idle {timeline.bubble_fraction:.1%}"
     )
-    picture.save(picture.draw(timeline, title), path)
+    picture.draw(timeline, title).savefig(path)
 
 
 def _parser() -> argparse.ArgumentParser:

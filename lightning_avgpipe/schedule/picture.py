@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_avgpipe.errors import ConfigurationError
@@ -141,11 +140,6 @@ def _add_legend(axes: Axes, kinds: Collection[str], num_pipelines: int, height: 
     axes.legend(
         handles=legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.84 / height), frameon=False
     )
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a picture to a file in the format of the path's suffix, by default PNG."""
-    figure.savefig(path, dpi=_DPI)
 
 
 def png(figure: Figure) -> bytes:
