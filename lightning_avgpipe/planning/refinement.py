@@ -73,8 +73,12 @@ class Refinement:
         tried: set[str] = set()  # all units that were ever spared
         costs = costs_of(graph)
         while True:
-            plan, failure = _attempt(cut, graph, costs)
-            if plan is not None:
+            plan: Plan | None = None
+            try:
+                plan = cut(graph, costs)
+            except PartitionError as error:
+                failure = error
+            else:
                 if best is None or _gains(plan, best[0]):
                     best = plan, costs
                 if plan.slowest.share * self._num_stages <= _BALANCED:
@@ -87,7 +91,6 @@ class Refinement:
                 heavy = [name for name in self._heavy_units(graph, costs, least_s) if name in near]
             if not heavy:
                 if best is None:
-                    assert failure is not None
                     raise failure
                 return best
             units, opened = self._opened(graph, costs, heavy)
@@ -142,16 +145,6 @@ def _sums(graph: CallGraph, numbers: Sequence[float]) -> dict[str, float]:
         if node.kind == "call":
             sums[node.name] = sums.get(node.name, 0.0) + number
     return sums
-
-
-def _attempt(
-    cut: Callable[[CallGraph, Costs], Plan], graph: CallGraph, costs: Costs
-) -> tuple[Plan | None, PartitionError | None]:
-    """Return the best plan for this graph, or the error that says why there is none."""
-    try:
-        return cut(graph, costs), None
-    except PartitionError as error:
-        return None, error
 
 
 def _unevenness(plan: Plan) -> float:
