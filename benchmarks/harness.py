@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.lightning import find_free_network_port, pl
 
 TIMEOUT = timedelta(minutes=3)
 MIB = 2**20
@@ -142,13 +141,6 @@ def connected(
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _ranks(
     world_size: int, megabits: network.Megabits | None
@@ -159,7 +151,7 @@ def _ranks(
     base |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}  # so that Lightning starts no processes
     ranks = [{**base, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     if megabits is None:
-        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "GLOO_SOCKET_IFNAME": "lo"}
         yield [[]] * world_size, [rank | local for rank in ranks]
         return
     with network.namespaces(world_size, megabits) as spaces:
