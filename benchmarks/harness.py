@@ -7,9 +7,11 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,6 +68,36 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def bars(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], columns: int, label: str, path: Path,
+    colour_of: Callable[[str], str] = lambda name: "#2f6fb2",
+) -> None:  # fmt: skip
+    """Draw bars of medians with a point for each value, and a line at 1.
+
+    Args:
+        panels: title of a panel -> name of a bar -> its values.
+        columns: number of panels in a row.
+        label: what the values are.
+        path: file of the picture.
+        colour_of: function that returns the colour of a bar, given its name.
+    """
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.4 * columns, 2.9 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+    for axis, (title, bars) in zip(grid, panels.items(), strict=False):
+        for y, (name, values) in enumerate(bars.items()):
+            axis.barh(y, statistics.median(values), color=colour_of(name), height=0.7)
+            axis.plot(values, [y] * len(values), "k.", markersize=4)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_title(title, fontsize=9)
+        axis.set_yticks(range(len(bars)), bars, fontsize=7)
+        axis.invert_yaxis()
+    figure.supxlabel(label, fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 def launch(

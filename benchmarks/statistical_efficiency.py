@@ -333,28 +333,13 @@ def _cell(values: Sequence[float]) -> str:
 
 def picture(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Points: seeds; bars: medians. A panel per training."""
-    from matplotlib.figure import Figure
-
-    ratios = relative(records)
-    trainings = sorted({training for training, _ in ratios})
-    columns = len({training.split(", ")[1] for training in trainings})
-    labels = sorted({label for _, label in ratios})
-    rows = math.ceil(len(trainings) / columns)
-    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    panels: dict[str, dict[str, list[float]]] = {}
+    for (training, label), values in sorted(relative(records).items()):
+        panels.setdefault(training, {})[label] = [min(value, PATIENCE) for value in values]
+    columns = len({training.split(", ")[1] for training in panels})
     colours = {"large": "#9aa5b1", "independent": "#d9a441", "elastic": "#2f6fb2"}
-    for axis, training in zip(axes.flat, trainings, strict=False):
-        for y, label in enumerate(labels):
-            values = [min(value, PATIENCE) for value in ratios.get((training, label), [])]
-            if values:
-                axis.barh(y, statistics.median(values), color=colours.get(label.split()[0], "#5fa65a"), height=0.7)
-                axis.plot(values, [y] * len(values), "k.", markersize=4)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set_title(training, fontsize=9)
-        axis.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes[0][0].invert_yaxis()
-    figure.supxlabel("samples to the goal, as multiples of a single model's", fontsize=9)
-    figure.savefig(path, dpi=110)
+    what = "samples to the goal, as multiples of a single model's"
+    harness.bars(panels, columns, what, path, lambda label: colours.get(label.split()[0], "#5fa65a"))
 
 
 def main() -> None:

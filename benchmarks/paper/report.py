@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -189,23 +190,18 @@ def _ratio(theirs: float | None, ours: float | None) -> str:
 
 def picture(found: Sequence[Row], path: Path) -> None:
     """Bars: the time to the target over that of ddp, a panel for each workload and link."""
-    from matplotlib.figure import Figure
-
     names, links = list(dict.fromkeys(row.workload for row in found)), sorted({row.link for row in found})
-    figure = Figure(figsize=(4.4 * len(names), 2.9 * len(links)), layout="constrained")
-    panels = [(link, workload) for link in links for workload in names]
-    for axis, (link, workload) in zip(figure.subplots(len(links), len(names), squeeze=False).flat, panels, strict=True):
+    panels = {}
+    for link, workload in itertools.product(links, names):
         times = {r.system: r.target_s for r in found if (r.workload, r.link) == (workload, link)}
-        drawn = {system: target_s for system, target_s in times.items() if target_s not in (None, float("inf"))}
-        for y, (system, target_s) in enumerate(drawn.items()):
-            colour = "#2f6fb2" if system.startswith("avgpipe") else "#9aa5b1"
-            axis.barh(y, (target_s or 0.0) / (times.get("ddp") or 1.0), color=colour, height=0.7)
-        axis.set_title(f"{workload}, {link} Mbit/s", fontsize=9)
-        axis.set_yticks(range(len(drawn)), list(drawn), fontsize=7)
-        axis.invert_yaxis()
-    figure.supxlabel("time to the target, over that of ddp", fontsize=9)
+        unit = times.get("ddp") or 1.0
+        drawn = {system: [s / unit] for system, s in times.items() if s is not None and s != float("inf")}
+        panels[f"{workload}, {link} Mbit/s"] = drawn
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    harness.bars(
+        panels, len(names), "time to the target, over that of ddp", path,
+        lambda system: "#2f6fb2" if system.startswith("avgpipe") else "#9aa5b1",
+    )  # fmt: skip
 
 
 def summary(records: Sequence[Record]) -> str:
