@@ -1,7 +1,7 @@
 """Measure seconds per batch of a Trainer: a process for each stage, limited links, and sleeps in place of compute.
 
-The time is that of a user's whole run, with Lightning, at the steps in the middle of an epoch. Other benchmarks launch
-this script, and compare its numbers with the simulator's.
+The time is that of a user's whole run, with Lightning, at the steps in the middle of an epoch. Other benchmarks
+multiply it by the samples that trainings need until a goal is reached.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.harness import Clock, launch, quiet_trainer
+from benchmarks.harness import Clock, launch, quiet_trainer, table
 from benchmarks.models import Blocks
 from benchmarks.results import Results
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
 
-__all__ = ["Costs", "measure", "medians", "simulated"]
+__all__ = ["Costs", "Samples", "Seconds", "compared", "medians", "simulated", "sooner"]
+
+Seconds = dict[int, dict[str, tuple[float, float]]]  # Mbit/s of links -> side -> of a batch: measured, and simulated
+Samples = dict[str, dict[str, list[float]]]  # training -> side -> to the goal, by seed; infinite: it was given up
 
 LATENCY_S = 0.001
 _EDGE = 4  # steps at either end of an epoch, in which the pipeline fills and drains
@@ -66,15 +69,9 @@ def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
     return simulate([schedule] * count, of_stages).iteration_s / count
 
 
-def measure(costs: Costs, megabits: int, strategies: Sequence[dict[str, Any]], rounds: int) -> list[float]:
-    """Seconds per batch of each strategy: medians over rounds, in which all take turns."""
-    found = launch(_measured, (costs, strategies, rounds), costs.stages, megabits)[0]
-    return [statistics.median(seconds) for seconds in found]
-
-
 def medians(
     results: Results, costs: Costs, links: Sequence[int], sides: Mapping[str, dict[str, Any]], rounds: int
-) -> dict[int, dict[str, float]]:
+) -> Seconds:
     """Seconds per batch on each link with each side's strategy: medians of the rounds, in which all take turns.
 
     What the results have is not measured again.
@@ -82,7 +79,8 @@ def medians(
     for turn in range(rounds):
         for link in links:
             missing = [side for side in sides if results.find(str(costs), link, side, turn) is None]
-            measured = measure(costs, link, [sides[side] for side in missing], 1) if missing else []
+            strategies = [sides[side] for side in missing]
+            measured = launch(_measured, (costs, strategies), costs.stages, link)[0] if missing else []
             for side, seconds in zip(missing, measured, strict=True):
                 results.add(str(costs), link, side, turn, {"seconds": seconds, "torch": torch.__version__})
 
@@ -90,7 +88,40 @@ def medians(
         found = [results.find(str(costs), link, side, turn) or {} for turn in range(rounds)]
         return statistics.median(record["seconds"] for record in found)
 
-    return {link: {side: median(link, side) for side in sides} for link in links}
+    return {
+        link: {side: (median(link, side), simulated(costs, link, strategy)) for side, strategy in sides.items()}
+        for link in links
+    }
+
+
+def sooner(seconds: Seconds, samples: Samples, base: str) -> dict[str, dict[str, list[float]]]:
+    """How many times sooner than the median of a base each side is at each goal on each link, by seed; 0: never."""
+    found = {}
+    for training, needed in samples.items():
+        for link, of_sides in seconds.items():
+            unit = of_sides[base][0] * statistics.median(needed[base])
+            found[f"{training}, {link} Mbit/s"] = {
+                side: [unit / batch_s / value for value in needed[side]] for side, (batch_s, _) in of_sides.items()
+            }
+    return found
+
+
+def compared(seconds: Seconds, samples: Samples, base: str) -> str:
+    """A table with a column for each side: seconds and samples, as far as they are known, and time to the goal."""
+    rows = []
+    for link, of_sides in seconds.items():
+        cells = (f"{found:.3f} ({expected:.3f})" for found, expected in of_sides.values())
+        rows.append((f"{link} Mbit/s: seconds a batch (simulated)", *cells))
+        rows.append((f"as fast as {base}", *(f"{of_sides[base][0] / found:.2f}x" for found, _ in of_sides.values())))
+    for training, needed in samples.items():
+        unit = statistics.median(needed[base])
+        ratios = ([value / unit for value in each] for each in needed.values())
+        cells = (f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in ratios)
+        rows.append((f"{training}: samples (seeds)", *cells))
+    for what, times in sooner(seconds, samples, base).items():
+        rows.append((f"{what}: sooner", *(f"{statistics.median(each):.2f}x" for each in times.values())))
+    sides = next(iter((seconds or samples).values()))
+    return table(["", *sides], rows)
 
 
 class _Model(L.LightningModule):
@@ -129,10 +160,6 @@ def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
     return statistics.mean(clock.seconds(_EDGE + 1, _EDGE)) / count
 
 
-def _measured(costs: Costs, strategies: Sequence[dict[str, Any]], rounds: int) -> list[list[float]]:
-    """In each process: seconds per batch of each strategy in each round."""
-    found: list[list[float]] = [[] for _ in strategies]
-    for _ in range(rounds):
-        for seconds, strategy in zip(found, strategies, strict=True):
-            seconds.append(_seconds(costs, strategy))
-    return found
+def _measured(costs: Costs, strategies: Sequence[dict[str, Any]]) -> list[float]:
+    """In each process: seconds per batch of each strategy."""
+    return [_seconds(costs, strategy) for strategy in strategies]

@@ -122,7 +122,7 @@ def train(side: str, workload: str, kind: str, microbatches: int, seed: int, lim
 
 
 def measure_samples(results: Results, sides: Sequence[str], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Of each side, by seed; infinite if it was given up."""
+    """Of each side, by seed."""
     what = f"{options.workload}, {options.optimizer}, {options.microbatches} micro-batches"
     common = options.workload, options.optimizer, options.microbatches
 
@@ -138,82 +138,6 @@ def measure_samples(results: Results, sides: Sequence[str], options: argparse.Na
     # advance has the same weights, bit for bit
     same = {side: "flush" if side == "advance" else side for side in sides}
     return {side: results.samples(what, system, options.seeds) for side, system in same.items()}
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-def measure_time(
-    results: Results, costs: trained.Costs, links: Sequence[int], sides: Sequence[str], rounds: int
-) -> dict[int, dict[str, tuple[float, float]]]:
-    """Of each link and side seconds per batch: medians of the rounds, in which all take turns, and simulated."""
-    seconds = trained.medians(results, costs, links, {side: SIDES[side] for side in sides}, rounds)
-    return {
-        link: {side: (found, trained.simulated(costs, link, SIDES[side])) for side, found in of_sides.items()}
-        for link, of_sides in seconds.items()
-    }
-
-
-def rows_of(
-    samples: dict[str, list[float]], seconds: dict[int, dict[str, tuple[float, float]]]
-) -> list[dict[str, Any]]:
-    """For each link and side; ``over_flush`` is how many times sooner the goal is reached."""
-    flush = statistics.median(samples["flush"])
-    rows = []
-    for megabits, of_sides in seconds.items():
-        for side, (found, expected) in of_sides.items():
-            needed = [value / flush for value in samples[side]]
-            ratio = statistics.median(needed)
-            faster = of_sides["flush"][0] / found
-            rows.append(
-                {
-                    "megabits": megabits, "side": side, "seconds": found, "simulated_s": expected, "faster": faster,
-                    "samples": ratio, "seeds": needed, "over_flush": faster / ratio,
-                }
-            )  # fmt: skip
-    return rows
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    head = ["link", "", "seconds a batch (simulated)", "faster", "samples (seeds)", "time to the goal"]
-    lines = [
-        (f"{row['megabits']} Mbit/s", row["side"], f"{row['seconds']:.3f} ({row['simulated_s']:.3f})",
-         f"{row['faster']:.2f}x", f"{row['samples']:.2f} ({min(row['seeds']):.2f} - {max(row['seeds']):.2f})",
-         f"{row['over_flush']:.2f}x sooner")
-        for row in rows
-    ]  # fmt: skip
-    return harness.table(head, lines)
-
-
-def needed(samples: dict[str, list[float]]) -> str:
-    """Markdown: samples to the goal as multiples of the median of flush."""
-    flush, rows = statistics.median(samples["flush"]), []
-    for side, values in samples.items():
-        low, middle, high = (value / flush for value in (min(values), statistics.median(values), max(values)))
-        rows.append((side, f"{middle:.2f} ({low:.2f} - {high:.2f})"))
-    return harness.table(["", "samples (seeds)"], rows)
-
-
-def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Time to the goal as a multiple of that of flush: a panel per link."""
-    from matplotlib.figure import Figure
-
-    links = list(dict.fromkeys(row["megabits"] for row in rows))
-    figure = Figure(figsize=(5 * len(links), 3.2), layout="tight")
-    axes = figure.subplots(1, len(links), sharey=True, squeeze=False)
-    for axis, megabits in zip(axes[0], links, strict=True):
-        here = [row for row in rows if row["megabits"] == megabits]
-        for y, row in enumerate(here):
-            low, high = (row["faster"] and value / row["faster"] for value in (min(row["seeds"]), max(row["seeds"])))
-            axis.barh(y, min(PATIENCE, row["samples"] / row["faster"]), color="#2f6fb2", height=0.7)
-            axis.plot([min(PATIENCE, low), min(PATIENCE, high)], [y, y], color="black", linewidth=1.5)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(here)), [row["side"] for row in here])
-        axis.set_title(f"links of {megabits} Mbit/s", fontsize=10)
-    axes[0][0].invert_yaxis()
-    figure.supxlabel(f"time to the goal, as a multiple of that of flush\n{title}; lines: seeds", fontsize=9)
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -234,17 +158,18 @@ def main() -> None:
     # with fewer micro-batches 2bw would need more versions
     sides = [side for side in SIDES if side != "2bw" or options.microbatches >= STAGES]
     results = Results(options.json, options.resume)
-    seconds = measure_time(results, costs, links, sides, rounds) if "time" in options.parts else {}
-    samples = measure_samples(results, sides, options) if "samples" in options.parts else {}
+    strategies = {side: SIDES[side] for side in sides}
+    seconds = trained.medians(results, costs, links, strategies, rounds) if "time" in options.parts else {}
     title = f"{options.workload}, {options.optimizer}"
-    print(f"{title}, {STAGES} stages, {options.microbatches} micro-batches\n")
-    if not samples or not seconds:
-        print(needed(samples) if samples else seconds)
-        return
-    rows = rows_of(samples, seconds)
-    print(table(rows))
-    if options.picture is not None:
-        picture(rows, options.picture, title)
+    samples = {title: measure_samples(results, sides, options)} if "samples" in options.parts else {}
+    print(f"{STAGES} stages, {options.microbatches} micro-batches\n\n{trained.compared(seconds, samples, 'flush')}")
+    times = {
+        what: {side: [1 / max(ratio, 1 / PATIENCE) for ratio in each] for side, each in of_sides.items()}
+        for what, of_sides in trained.sooner(seconds, samples, "flush").items()
+    }
+    if options.picture is not None and times:
+        label = "time to the goal, as a multiple of that of flush; points: seeds"
+        harness.bars(times, len(times), label, options.picture)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from benchmarks import (
     weight_policies,
 )
 from benchmarks.engine import summary
-from benchmarks.harness import launch
+from benchmarks.harness import bars, launch
 from benchmarks.results import Results
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.predictors import Predictor
@@ -125,11 +126,17 @@ def test_depth_measures_three_sides_of_two_stages() -> None:
 @LIMITED_LINKS
 @pytest.mark.slow
 def test_parallel_pipelines_are_measured(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "parallel_pipelines.py")
-    assert [(row["pipelines"], row["rolling"]) for row in rows] == [(1, False), (2, False), (2, True)]
-    for row in rows:  # no action is shorter than its sleep, and none of them overlap on a stage
-        assert row["seconds"] > row["microbatches"] * 0.015
-        assert 0 < row["idle"] < 1
+    records = measured(tmp_path, "time_to_target.py", "--parts", "time", "--megabits", "100")["records"]
+    assert [record["system"] for record in records] == ["GPipe", "1F1B", "advance", "N=2", "rolling N=2"]
+    # no action is shorter than its sleep, and none of them overlap on a stage
+    assert all(record["seconds"] > 2 * 0.015 for record in records)
+
+
+def test_what_models_that_roll_can_gain_is_the_idle_time_of_one() -> None:
+    costs = trained.Costs(2, 2, 20.0, 40.0, 500_000, 28)
+    assert [*time_to_target.idle(costs, {100: {"1F1B": (0.24, 0.2)}})] == [
+        "100 Mbit/s: 1F1B is idle for 50%, so models that roll are at most 2.00x as fast, and at most N times"
+    ]
 
 
 def test_predictors_and_rules_are_judged_by_what_was_measured() -> None:
@@ -201,31 +208,33 @@ def test_parallel_models_learn_about_as_much_from_a_sample_as_one_also_without_a
 
 
 def test_time_to_the_goal_is_samples_times_seconds() -> None:
-    samples = {"flush": [1000.0, 2000.0, 4000.0], "stash": [2200.0, 1800.0, math.inf]}
+    samples = {"digits, adam": {"flush": [1000.0, 2000.0, 4000.0], "stash": [2200.0, 1800.0, math.inf]}}
     seconds = {100: {"flush": (0.4, 0.4), "stash": (0.2, 0.25)}}
-    rows = weight_policies.rows_of(samples, seconds)
-    assert [row["samples"] for row in rows] == [1.0, 1.1]
-    assert [row["faster"] for row in rows] == [1.0, 2.0]
-    assert rows[1]["over_flush"] == pytest.approx(2 / 1.1)
-    assert weight_policies.table(rows).splitlines()[-1] == (
-        "| 100 Mbit/s | stash | 0.200 (0.250) | 2.00x | 1.10 (0.90 - inf) | 1.82x sooner |"
-    )
+    (ratios,) = trained.sooner(seconds, samples, "flush").values()
+    assert ratios == {"flush": [2.0, 1.0, 0.5], "stash": pytest.approx([2 / 1.1, 2 / 0.9, 0.0])}
+    assert trained.compared(seconds, samples, "flush").splitlines()[2:] == [
+        "| 100 Mbit/s: seconds a batch (simulated) | 0.400 (0.400) | 0.200 (0.250) |",
+        "| as fast as flush | 1.00x | 2.00x |",
+        "| digits, adam: samples (seeds) | 1.00 (0.50 - 2.00) | 1.10 (0.90 - inf) |",
+        "| digits, adam, 100 Mbit/s: sooner | 1.00x | 1.82x |",
+    ]
+    assert len(trained.compared(seconds, {}, "flush").splitlines()) == 4
+    assert len(trained.compared({}, samples, "flush").splitlines()) == 3
 
 
-def test_elastic_averaging_is_sooner_at_a_goal_by_its_speed_over_its_samples() -> None:
+def test_elastic_averaging_is_sooner_at_a_goal_by_its_speed_over_its_samples(tmp_path: Path) -> None:
     seconds = {"GPipe": 0.5, "1F1B": 0.4, "advance": 0.4, "N=2": 0.3, "rolling N=2": 0.2}
     needed = {side: [0.9, 1.0, 1.2] for side in time_to_target.ONE}
     needed |= {"N=2": [1.2, 1.3, math.inf], "rolling N=2": [1.5, 1.25, 1.2]}
-    samples = {("digits", "adam"): needed}
-    ratios = time_to_target.sooner(seconds, samples)
-    assert ratios["digits", "adam"] == pytest.approx(
-        {"GPipe": 0.8, "1F1B": 1.0, "advance": 1.0, "N=2": 4 / 3 / 1.3, "rolling N=2": 1.6}
-    )
-    assert time_to_target.best(ratios) == (
-        "digits, adam: rolling N=2 is at the goal 1.60x sooner than 1F1B, 2.00x sooner than GPipe"
-    )
-    last = time_to_target.table(seconds, seconds, samples).splitlines()[-1]
-    assert last.endswith("| 1.03x (1.20 - inf) | 1.60x (1.20 - 1.50) |")
+    of_sides = {side: (found, found) for side, found in seconds.items()}
+    ratios = trained.sooner({100: of_sides}, {"digits, adam": needed}, "1F1B")
+    medians = {side: statistics.median(each) for side, each in ratios["digits, adam, 100 Mbit/s"].items()}
+    assert medians == pytest.approx({"GPipe": 0.8, "1F1B": 1.0, "advance": 1.0, "N=2": 4 / 3 / 1.3, "rolling N=2": 1.6})
+    assert [*time_to_target.best(ratios)] == [
+        "digits, adam, 100 Mbit/s: rolling N=2 is at the goal 1.60x sooner than 1F1B, 2.00x sooner than GPipe"
+    ]
+    bars(ratios, 3, "times sooner", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").exists()
 
 
 def test_every_side_is_simulated() -> None:
