@@ -166,7 +166,7 @@ def measured(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
     own = {cluster.rank: by_hand(written, cluster.rank)}
     models = (engine.model, written, costs.model)
     costs.probe()
-    probed = _stage_costs(cluster, costs, [costs.run(batch, size.num_microbatches)])
+    probed = _stage_costs(cluster, costs, costs.run(batch, size.num_microbatches))
     advance = first_advance(uneven_steps(probed), size.num_microbatches, probed)
     names = ["afab", "1f1b", *(["advance_forward"] if advance else [])]  # 0 would be 1f1b
 
@@ -201,7 +201,7 @@ def measured(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
             sides[name]()
             times[name].append((time.perf_counter() - before, time.process_time() - cpu))
     gathered = _from_all(cluster, times)
-    bounds = [_stage_costs(cluster, costs, [unit]) for unit in units]
+    bounds = [_stage_costs(cluster, costs, unit) for unit in units]
     return {
         "advance": advance,
         "costs": [{"forward_s": x.forward_s, "backward_s": x.backward_s, "send_s": x.send_forward_s} for x in bounds],
@@ -229,10 +229,9 @@ def _compare(losses: dict[str, list[float]]) -> None:
             raise SystemExit(f"{other} and {name} do not compute the same: losses {found} and {wanted}")
 
 
-def _stage_costs(cluster: Cluster, costs: Costs, units: Sequence[tuple[float, float]]) -> StageCosts:
-    """The least of these rounds, in each process."""
-    mine = min(f for f, _ in units), min(b for _, b in units)
-    found = _from_all(cluster, (mine, min(costs.link_s)))
+def _stage_costs(cluster: Cluster, costs: Costs, unit: tuple[float, float]) -> StageCosts:
+    """Of all stages, given the seconds of a forward and of a backward in this process."""
+    found = _from_all(cluster, (unit, min(costs.link_s)))
     by_stage = [found[cluster.stage_map.owner(stage)] for stage in range(NUM_STAGES)]
     send = [max(link for _, link in found)]
     return StageCosts([unit[0] for unit, _ in by_stage], [unit[1] for unit, _ in by_stage], send, send, [0.0])
