@@ -36,7 +36,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import connected, in_turns, launch, parser, table, write
+from benchmarks.harness import check_equal, connected, in_turns, launch, parser, table, write
 from benchmarks.models import SIZES, HandWritten, LanguageModel, Size, begin, by_hand, example, loss_of, make_model
 from benchmarks.one_pipeline import STEP, OnePipeline, TorchPipeline
 from benchmarks.partition import leaves
@@ -183,7 +183,7 @@ def measured(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
     for model in models:
         model.eval()  # without dropout all compute the same
     losses = {name: _gathered(cluster, side()) for name, side in sides.items()}
-    _compare(losses)
+    check_equal(losses, _CLOSE)
     for model in models:
         model.train()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
@@ -220,13 +220,6 @@ def _gathered(cluster: Cluster, losses: list[Tensor]) -> list[float]:
 def _from_all(cluster: Cluster, item: Any) -> Any:
     """What every process has, by rank, known to all."""
     return cluster.group.broadcast(cluster.group.gather_objects(item))
-
-
-def _compare(losses: dict[str, list[float]]) -> None:
-    name, wanted = next(iter(losses.items()))
-    for other, found in losses.items():
-        if len(found) != len(wanted) or any(abs(a - b) > _CLOSE * abs(b) for a, b in zip(found, wanted, strict=True)):
-            raise SystemExit(f"{other} and {name} do not compute the same: losses {found} and {wanted}")
 
 
 def _stage_costs(cluster: Cluster, costs: Costs, unit: tuple[float, float]) -> StageCosts:

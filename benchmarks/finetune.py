@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import MIB, Clock, Resident, in_turns, launch, parser, quiet_trainer, table, write
+from benchmarks.harness import MIB, Clock, Resident, check_equal, in_turns, launch, parser, quiet_trainer, table, write
 from lightning_avgpipe import AvgPipeStrategy
 
 BATCH = 8
@@ -193,19 +193,6 @@ def compared(found: dict[str, dict[str, list[Any]]]) -> str:
     )
 
 
-def check(sides: dict[str, list[Any]]) -> None:
-    """Check that all sides have trained alike.
-
-    Raises:
-        SystemExit: their losses differ.
-    """
-    losses = {side: runs[0][0]["losses"] for side, runs in sides.items()}
-    base = losses["ddp"]
-    for side, values in losses.items():
-        if any(abs(a - b) > _NEAR * abs(a) for a, b in zip(base, values, strict=True)):
-            raise SystemExit(f"{side} and ddp do not compute the same: {values}, {base}")
-
-
 def main() -> None:
     options = parser(__doc__, quick="a model of two small layers on free links, once").parse_args()
     size, links, steps, rounds = (QUICK, [0], 1, 1) if options.quick else (Size(), [1000, 100], 3, 3)
@@ -216,7 +203,7 @@ def main() -> None:
             sides[side].append(launch(measure, (side, size, steps), 2, link or None))
             ranks = [{name: value for name, value in rank.items() if name != "losses"} for rank in sides[side][-1]]
             print(f"{link} Mbit/s, {side}: {ranks}", flush=True)
-        check(sides)
+        check_equal({side: runs[0][0]["losses"] for side, runs in sides.items()}, _NEAR)
     print(compared(found))
     write(options, found)
 

@@ -245,6 +245,18 @@ def timed(
     return {name: values[1:] for name, values in seconds.items()}
 
 
+def check_equal(losses: Mapping[str, Sequence[float]], near: float) -> None:
+    """Check that all sides have the losses of the first one, up to a share.
+
+    Raises:
+        SystemExit: they differ, so the sides do not compute the same.
+    """
+    name, wanted = next(iter(losses.items()))
+    for other, found in losses.items():
+        if len(found) != len(wanted) or any(abs(a - b) > near * abs(b) for a, b in zip(found, wanted, strict=True)):
+            raise SystemExit(f"{other} and {name} do not compute the same: losses {found} and {wanted}")
+
+
 def timeline_of(cluster: Cluster, recorder: Recorder) -> Timeline | None:
     """What all ranks recorded, on rank 0. Every rank calls it."""
     recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
