@@ -17,7 +17,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +155,12 @@ def slowest(cuts: Sequence[int], costs: Costs) -> float:
     return max(sum(costs.node[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs.node)]))
 
 
-def best_split(graph: CallGraph, costs: Costs, num_stages: int) -> tuple[int, ...]:
-    """The fastest of all legal splits, tried one by one."""
-    positions = np.array([gap.position for gap in gaps(graph) if gap.obstacle is None])
-    work = np.concatenate([[0.0], np.cumsum(costs.node)])
-    every = positions[np.array(list(itertools.combinations(range(len(positions)), num_stages - 1)))]
-    bounds = np.concatenate([np.zeros((len(every), 1), int), every, np.full((len(every), 1), len(costs.node))], axis=1)
-    winner = np.diff(work[bounds], axis=1).max(axis=1).argmin()
-    return tuple(int(position) for position in every[winner])
+def evenest(weights: Sequence[float], positions: Iterable[int], num_stages: int) -> tuple[int, ...]:
+    """Return, of all cuts at these positions, tried one by one, those whose heaviest stage is lightest."""
+    sums = np.concatenate([[0.0], np.cumsum(weights)])
+    every = np.array(list(itertools.combinations(positions, num_stages - 1)))
+    bounds = np.concatenate([np.zeros((len(every), 1), int), every, np.full((len(every), 1), len(weights))], axis=1)
+    return tuple(map(int, every[np.diff(sums[bounds], axis=1).max(axis=1).argmin()]))
 
 
 def begins(plan_or_layers: Sequence[Sequence[str]]) -> list[str]:
@@ -177,13 +175,8 @@ def equal_layers(layers: Sequence[str], num_stages: int) -> list[str]:
 
 def equal_parameters(module: nn.Module, layers: Sequence[str], num_stages: int) -> list[str]:
     """Layers, so that no stage has more parameters than needed."""
-    sizes = np.cumsum([0, *(sum(p.numel() for p in module.get_submodule(name).parameters()) for name in layers)])
-
-    def largest(cuts: Sequence[int]) -> int:
-        return int(np.diff(sizes[[0, *cuts, len(layers)]]).max())
-
-    cuts = min(itertools.combinations(range(1, len(layers)), num_stages - 1), key=largest)
-    return [layers[cut] for cut in cuts]
+    sizes = [sum(p.numel() for p in module.get_submodule(name).parameters()) for name in layers]
+    return [layers[cut] for cut in evenest(sizes, range(1, len(layers)), num_stages)]
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
@@ -218,13 +211,14 @@ def compare(name: str) -> list[dict[str, Any]]:
     costs = median_costs(graph, module, args)
     called = capture(STEP, module.training_step, args, module, Divisible(module).units()).nodes
     layers = list(dict.fromkeys(node.name for node in called if node.kind != "glue"))
+    legal = [gap.position for gap in gaps(graph) if gap.obstacle is None]
     rows = []
     for num_stages in STAGES:
         splits = {
             "plan": cut_at(graph, begins([stage.units for stage in plans[num_stages].stages]), num_stages),
             "layers": cut_at(graph, equal_layers(layers, num_stages), num_stages),
             "parameters": cut_at(graph, equal_parameters(module, layers, num_stages), num_stages),
-            "best": best_split(graph, costs, num_stages),
+            "best": evenest(costs.node, legal, num_stages),
         }
         row: dict[str, Any] = {"model": name, "stages": num_stages, "even_s": sum(costs.node) / num_stages}
         row |= {f"{kind}_s": slowest(cuts, costs) for kind, cuts in splits.items()}

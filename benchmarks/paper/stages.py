@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.paper.workloads import gnmt
+from benchmarks.partition import evenest
 
 __all__ = ["HandStage", "blocks", "cut", "tensors", "tied"]
 
@@ -181,18 +182,13 @@ def cut(parts: Sequence[_Block], given: dict[str, Tensor], num_stages: int) -> l
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         seconds = _seconds(parts, given)
-        inner = itertools.combinations(range(1, len(parts)), num_stages - 1)
-        found[0] = min(((0, *cuts, len(parts)) for cuts in inner), key=lambda ends: _slowest(seconds, ends))
+        found[0] = 0, *evenest(seconds, range(1, len(parts)), num_stages), len(parts)
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     ends = found[0]
     return [
         HandStage(parts[begin:end], begin == 0, end == len(parts)) for begin, end in itertools.pairwise(ends)
     ]  # fmt: skip
-
-
-def _slowest(seconds: Sequence[float], ends: Sequence[int]) -> float:
-    return max(sum(seconds[begin:end]) for begin, end in itertools.pairwise(ends))
 
 
 def _seconds(parts: Sequence[_Block], given: dict[str, Tensor]) -> list[float]:
