@@ -20,6 +20,12 @@ from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
+ROLLING = r"Averaging\(rolling=True\) with"
+
+
+def parallel(**averaging: Any) -> dict[str, Any]:
+    return {"num_pipelines": 2, "averaging": Averaging(**averaging)}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -27,7 +33,10 @@ from tests.trainers import pipeline
         ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
         ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer from 1 to 1024; for example num_stages=4"),
         ({"num_pipelines": 0}, "num_pipelines=0: must be an integer from 1"),
-        ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
+        (
+            {"schedule": "zigzag"},
+            "'zigzag': must be one of 'advance_forward', '1f1b', 'afab', .*'broadcast', .*'auto', or a function",
+        ),
         ({"advance": -1}, "advance=-1: must be 'auto' or an integer from 0"),
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
         ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
@@ -45,6 +54,29 @@ from tests.trainers import pipeline
         ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
         ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
         ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
+        *(({"recompute": value}, "recompute=") for value in ("blocks", 1, [], [1], None)),
+        ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
+        ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
+        ({"compile": {"mode": "reduce-overhead"}}, "several micro-batches under way; use .*max-autotune-no-cudagraphs"),
+        ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs keep the values of one call"),
+        # what does not go together
+        ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
+        ({"compile": True, "verify": True}, "verify once without compile"),
+        ({"loss_weight": "labels", "loss_reduction": "sum"}, "loss_reduction='sum'"),
+        ({"shard": "optimizer", "replicas": 1}, "replicas=1: it needs replicas"),
+        ({"shard": "optimizer", "replicas": 2, "num_pipelines": 2}, "num_pipelines=2: it needs one pipeline"),
+        ({"shard": "optimizer", "replicas": 2, "save_distributed_checkpoint": True}, "it needs one file"),
+        (parallel(split_batches=True) | {"loss_reduction": "sum"}, r"split_batches=True\) with loss_reduction='sum'"),
+        (
+            parallel(every=4, delay=1, on_nonfinite="skip"),
+            r"Averaging\(delay=1\) with Averaging\(on_nonfinite='skip'\): a model starts again",
+        ),
+        (parallel(rolling=True, groups=2, wire="int8"), rf"{ROLLING} Averaging\(wire='int8'\)"),
+        (parallel(rolling=True, every=2), rf"{ROLLING} Averaging\(every="),
+        (parallel(rolling=True, outer_optimizer=torch.optim.SGD), rf"{ROLLING} Averaging\(outer_optimizer="),
+        (parallel(rolling=True, on_nonfinite="skip"), rf"{ROLLING} Averaging\(on_nonfinite="),
+        (parallel(rolling=True) | {"verify": True}, f"{ROLLING} verify="),
+        (parallel(rolling=True) | {"links": Links(reader="first")}, rf"{ROLLING} Links\(reader="),
         # where it is, or what may be meant
         ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
         ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
@@ -78,6 +110,10 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         (Averaging, {"every": 10**9}, "every=1000000000: must be an integer from 1 to 1000000"),
         (Links, {"reader": torch.zeros(2)}, "reader=tensor"),
         (Averaging, {"groups": 3, "processes_per_device": 2}, "a multiple of processes_per_device as groups"),
+        (Averaging, {"every": 4, "fragments": 5}, r"fragments=5, every=4\).*every=5 or more, or a smaller fragments"),
+        (Averaging, {"every": 4, "delay": 4}, r"delay=4, every=4\).*use every=5 or more, or a smaller delay"),
+        (Averaging, {"every": 4, "wire": "int4"}, "int8"),
+        (Links, {"wire": "fp8"}, "wire='fp8'"),
     ],
 )
 def test_a_wrong_value_within_an_option_is_refused_at_once(kind: type, options: dict[str, Any], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe import Averaging
 from tests import processes
 from tests.averaging.models import Models, Net, train
 from tests.averaging.test_equations import NESTEROV, ByHand, doubled, of
@@ -141,30 +139,3 @@ def test_without_a_delay_torchft_does_the_same(tmp_path: Path) -> None:
         averaging=Averaging(every=4, fragments=2, alpha=1.0, outer_optimizer=NESTEROV),
     )  # fmt: skip
     assert_close(found.models, processes.each(2, by_torchft, folder=tmp_path), rtol=0, atol=1e-12)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: Averaging(every=4, fragments=5),
-            r"fragments=5, every=4\).*use every=5 or more, or a smaller fragments",
-        ),
-        (lambda: Averaging(every=4, delay=4), r"delay=4, every=4\).*use every=5 or more, or a smaller delay"),
-        (lambda: Averaging(every=4, wire="int4"), "int8"),
-        (
-            lambda: AvgPipeStrategy(num_pipelines=2, averaging=Averaging(every=4, delay=1, on_nonfinite="skip")),
-            r"Averaging\(delay=1\) with Averaging\(on_nonfinite='skip'\): a model starts again",
-        ),
-        (
-            lambda: AvgPipeStrategy(num_pipelines=2, averaging=Averaging(groups=2, wire="int8", rolling=True)),
-            r"Averaging\(rolling=True\) with Averaging\(wire='int8'\)",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        make()

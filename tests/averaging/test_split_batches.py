@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeTuner
-from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, train
 from tests.comparing import assert_close, assert_equal, state
@@ -158,8 +157,3 @@ def test_models_that_wait_for_each_other_are_said_to_save_no_time() -> None:
         fit(batches([8]), averaging=Averaging(split_batches=True))
     with pytest.warns(UserWarning, match=r"split_batches=True\) without effect: there is one pipeline"):
         fit(batches([8]), averaging=Averaging(split_batches=True), num_pipelines=1)
-
-
-def test_a_sum_of_losses_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"split_batches=True\) with loss_reduction='sum'"):
-        pipeline(2, 1, {"num_pipelines": 2, "averaging": Averaging(split_batches=True), "loss_reduction": "sum"})

@@ -132,23 +132,6 @@ def test_a_unit_that_cannot_be_compiled_is_named() -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
-        ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
-        ({"compile": {"mode": "reduce-overhead"}}, "several micro-batches under way; use .*max-autotune-no-cudagraphs"),
-        ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs keep the values of one call"),
-        ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
-        ({"compile": True, "verify": True}, "verify once without compile"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused_when_it_is_given(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        AvgPipeStrategy(**options)
-
-
 @pytest.mark.slow
 def test_what_the_default_compiler_makes_of_it_is_the_same_to_rounding(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(1)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Memory
 from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
@@ -153,12 +152,6 @@ def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
     assert memory.repeats == (True, True, False) and memory.in_flight == (3, 2, 1)
     assert [memory.stashes(k) for k in range(3)] == [1, 1, 1] and memory.flights(0) == 3
     assert Memory().is_repeated(0) is False
-
-
-@pytest.mark.parametrize("value", ["blocks", 1, [], [1], None])
-def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="recompute="):
-        AvgPipeStrategy(recompute=value)
 
 
 class Accumulating(MLP):

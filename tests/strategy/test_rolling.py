@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
@@ -352,22 +352,6 @@ def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(ahead: Non
     torch.testing.assert_close(logged["validated"], losses["val_loss"])
     batches = len(found[0].outputs) // 2  # of an epoch
     torch.testing.assert_close(logged["hooked"], torch.stack(found[0].outputs[batches:]).mean())
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"averaging": Averaging(rolling=True, every=2)},
-        {"averaging": Averaging(rolling=True, outer_optimizer=torch.optim.SGD)},
-        {"averaging": Averaging(rolling=True, on_nonfinite="skip")},
-        {"verify": True},
-        {"links": Links(reader="first")},
-    ],
-)
-def test_options_that_models_would_follow_together_are_refused(option: dict[str, Any]) -> None:
-    named = r"Averaging\(rolling=True\) with (Averaging\((every|outer_optimizer|on_nonfinite)|verify|Links\(reader)="
-    with pytest.raises(ConfigurationError, match=named):
-        AvgPipeStrategy(**{"averaging": Averaging(rolling=True), "num_pipelines": 2, **option})
 
 
 @pytest.mark.parametrize(

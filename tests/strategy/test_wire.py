@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.utils.lightning import pl
 from tests import processes
 from tests.comparing import assert_equal, state
@@ -173,8 +173,3 @@ def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
     first, _, last = processes.everywhere(3, broadcast, folder=tmp_path)
     assert_equal(first[0], last[1])
     assert 0 < distance(last[2], first[0]) < 1e-2
-
-
-def test_a_format_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"wire='fp8'"):
-        Links(wire="fp8")  # type: ignore[arg-type]

@@ -131,16 +131,3 @@ def test_optimizers_that_treat_each_parameter_by_itself_may_be_divided(kind: str
 def test_an_optimizer_that_couples_parameters_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="Coupled, which makes the step of a parameter depend on others"):
         check_separable(Coupled(MLP().parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"replicas": 1}, "replicas=1: it needs replicas"),
-        ({"replicas": 2, "num_pipelines": 2}, "num_pipelines=2: it needs one pipeline"),
-        ({"replicas": 2, "save_distributed_checkpoint": True}, "it needs one file"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        AvgPipeStrategy(shard="optimizer", **options)
