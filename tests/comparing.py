@@ -56,23 +56,14 @@ def _tree(whole: Any) -> Any:
 
 def assert_same_parameters(one: nn.Module, other: nn.Module, exact: bool = True) -> None:
     """Compare by name; with ``exact`` bit for bit."""
-    others = dict(other.named_parameters())
-    for name, parameter in one.named_parameters():
-        if exact:
-            assert torch.equal(parameter, others[name]), f"{name} differs"
-        else:
-            torch.testing.assert_close(parameter, others[name], rtol=1e-5, atol=1e-6, msg=f"{name} differs")
+    (assert_equal if exact else assert_close)(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
 def assert_same_gradients(one: nn.Module, other: nn.Module, summed: Collection[str] = ()) -> None:
     """Compare gradients by name, bit for bit; those that are summed over stages up to rounding."""
     others = dict(other.named_parameters())
     for name, parameter in one.named_parameters():
-        theirs = others[name].grad
-        assert (parameter.grad is None) == (theirs is None), f"only one of the gradients of {name} exists"
-        if parameter.grad is None or theirs is None:
-            continue
         if name in summed:
-            torch.testing.assert_close(parameter.grad, theirs, rtol=1e-5, atol=1e-7, msg=f"gradients of {name} differ")
+            assert_close(parameter.grad, others[name].grad, atol=1e-7, where=name)
         else:
-            assert torch.equal(parameter.grad, theirs), f"the gradients of {name} differ"
+            assert_equal(parameter.grad, others[name].grad, name)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
 from tests import processes
-from tests.comparing import state
+from tests.comparing import assert_close, assert_equal, state
 from tests.trainers import pipeline
 
 NUM_MICROBATCHES = 2
@@ -82,13 +81,8 @@ def in_stages(make: Make, num_stages: int, devices: int = 1, **strategy: Any) ->
 
 def assert_same(expected: Found, found: Found) -> None:
     """Bit for bit; with copies of weights, whose gradients are summed in another order, to rounding."""
-    assert found.state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
-        if found.is_copied:
-            torch.testing.assert_close(found.state[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{name} differs")
-        else:
-            assert torch.equal(found.state[name], tensor), f"{name} differs"
-    assert found.validated == pytest.approx(expected.validated, rel=1e-5, abs=1e-6)
+    (assert_close if found.is_copied else assert_equal)(found.state, expected.state)
+    assert_close(found.validated, expected.validated)
 
 
 def check(make: Make, num_stages: int, **strategy: Any) -> None:
