@@ -28,7 +28,7 @@ from tests.averaging.models import Batches, Models, Net, train
 from tests.averaging.test_lightning import Finetuned
 from tests.comparing import assert_equal, state
 from tests.driver import accumulate
-from tests.models import MLP, loader
+from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.threads import alone
 from tests.trainers import pipeline
@@ -296,6 +296,14 @@ class MeasuredLater(Measured):
         return super().training_step(batch, batch_idx) if batch_idx == 2 else Net.training_step(self, batch, batch_idx)
 
 
+class StepsSometimes(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 @pytest.mark.parametrize(
     ("module", "rolling", "named"),
     [
@@ -306,6 +314,7 @@ class MeasuredLater(Measured):
         (Clamps, True, "has changed 'scale', with which micro-batches of the next batch"),
         (Clears, True, "Clears.on_before_zero_grad"),
         (Measured, True, "updates the metric object 'mean'"),
+        (StepsSometimes, True, r"StepsSometimes\.optimizer_step does not step after each batch"),
         # what is found later is an error that names the option
         (Heated, "auto", "'temperature'"),
         (MeasuredLater, "auto", "updates the metric object 'mean'"),
@@ -501,17 +510,3 @@ def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, mon
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
     expected = fit(1, False)
     assert_equal(processes.everywhere(2, fit, 2, "auto", folder=tmp_path), [expected] * 2)
-
-
-class StepsSometimes(MLP):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-
-def test_a_hook_that_leaves_out_steps_is_refused() -> None:
-    strategy = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
-    with pytest.raises(ConfigurationError, match=r"StepsSometimes\.optimizer_step does not step after each batch"):
-        pipeline(2, strategy=strategy, max_epochs=1).fit(StepsSometimes(), loader(MLP, 24, 4))

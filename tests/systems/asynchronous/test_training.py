@@ -24,7 +24,16 @@ from tests.averaging.models import Batches, Net
 from tests.comparing import assert_close, assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
-from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
+from tests.strategy.test_rolling import (
+    Changing,
+    Heated,
+    Interrupts,
+    ReadsOptimizers,
+    ReadsRate,
+    Recorder,
+    Scaled,
+    StepsSometimes,
+)
 from tests.systems.asynchronous.policies import POLICIES, Attention, Recurrent, Stage, go_on
 from tests.trainers import pipeline
 
@@ -365,17 +374,6 @@ class Tied(Net):
     def __init__(self) -> None:
         super().__init__("momentum")
         self.last[2].weight = self.first[0].weight
-
-
-class StepsSometimes(Net):
-    def __init__(self) -> None:
-        super().__init__("momentum")
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
 
 
 @pytest.mark.parametrize(
