@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,8 +24,10 @@ from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
 from tests.averaging.models import Batches, Net, Unsized
+from tests.averaging.test_lightning import Explodes, Reconfigures
 from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
+from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline
 from tests.weights.test_initialisation import Mixed
 
@@ -206,37 +207,15 @@ def fit(group: int | None, model: Any, batches: Sequence[Any], devices: int = 1,
     return runner
 
 
-class Explodes(Net):
-    """One batch has an infinite gradient."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * torch.where(batch[0][0, 0] == 7, torch.inf, 1.0)
-
-
 def scaled(group: int | None) -> Any:
     """With a loss scaler; the second of the models meets an infinite gradient in the second of four iterations."""
     batches = list(loader(Net, 64, 8))
     batches[3][0][0, 0] = 7
     torch.manual_seed(4)
-    model = Explodes("adam", dropout=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    model, plugin = Explodes("adam", dropout=0.0), half_mixed()
+    model.at = 7
     fit(group, model, batches if group is None else batches[group::GROUPS], plugins=[plugin])
-    return state(model), scaler.get_scale()
-
-
-class Changes(L.Callback):
-    """After some iterations there are to be other numbers of models; notes how many there were."""
-
-    def __init__(self, wanted: dict[int, int]) -> None:
-        self.wanted = wanted
-        self.models: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        strategy = trainer.strategy
-        self.models.append(strategy.num_models)
-        if batch_idx in self.wanted:
-            strategy.reconfigure(num_pipelines=self.wanted[batch_idx] // strategy.num_groups)
+    return state(model), plugin.scaler.get_scale()
 
 
 def reconfigured(group: int | None) -> Any:
@@ -245,7 +224,9 @@ def reconfigured(group: int | None) -> Any:
     if group is not None:
         batches = [batches[i + group] for i in (0, 2, 4, 6, 8)]  # 4 and 6 in one iteration
     torch.manual_seed(4)
-    model, changes = Net("momentum", dropout=0.0), Changes({1: 4, 2: 2})
+    groups = 1 if group is None else GROUPS
+    settings = {batch: {"num_pipelines": models // groups} for batch, models in ((1, 4), (2, 2))}
+    model, changes = Net("momentum", dropout=0.0), Reconfigures(settings)
     runner = fit(group, model, batches, callbacks=[changes])
     return state(model), changes.models, runner.global_step
 

@@ -23,6 +23,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Models, Net, train
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
+from tests.strategy.test_callbacks import Sized
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline, trainer
 
@@ -118,14 +119,14 @@ def test_frozen_parameters_are_shared_until_they_train() -> None:
 
 
 class Reconfigures(L.Callback):
-    """Other settings after some batches."""
+    """Other settings after some batches; notes how many models there were."""
 
     def __init__(self, settings: dict[int, dict[str, Any]]) -> None:
         self.settings = settings
-        self.pipelines: list[int] = []
+        self.models: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.pipelines.append(trainer.strategy.num_pipelines)
+        self.models.append(trainer.strategy.num_models)
         if batch_idx in self.settings:
             trainer.strategy.reconfigure(**self.settings[batch_idx])
 
@@ -146,16 +147,16 @@ def test_pipelines_come_and_go_between_iterations() -> None:
     settings = {1: {"num_pipelines": 3}, 3: {"num_pipelines": 2, "num_microbatches": 1}, 4: {"num_pipelines": 1}}
     callback = Reconfigures(settings)
     found = train(model, data, 1, num_pipelines=1, trainer={"callbacks": [callback], "num_sanity_val_steps": 0})
-    assert callback.pipelines == [1, 1, 3, 3, 2, *[1] * 6]
+    assert callback.models == [1, 1, 3, 3, 2, *[1] * 6]
     assert found.trainer.global_step == 11
     everything = [value for batch in data for value in batch[0][:, 0].tolist()]
     assert sorted(model.samples[-64:]) == pytest.approx(sorted(everything))
 
 
 class Explodes(Net):
-    """One batch of pipeline 1 has an infinite gradient."""
+    """A batch that begins with this number has an infinite gradient."""
 
-    at = -1
+    at = -1.0
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
@@ -177,16 +178,6 @@ def test_an_infinite_gradient_in_one_pipeline_skips_the_step_of_all() -> None:
         weights = [name for name, _ in model.named_parameters()]  # the norm has seen the batch
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in weights)
     assert scales[0] == scales[1] / 2 or scales[0] == 2.0**9
-
-
-class Sized(L.LightningDataModule):
-    batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return loader(MLP, 48, self.batch_size)
-
-    def val_dataloader(self) -> Any:
-        return loader(MLP, 8, self.batch_size)
 
 
 class Limited(MLP):

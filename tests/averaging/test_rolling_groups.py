@@ -153,9 +153,10 @@ def look(trainer: Any, folder: Path) -> None:
         trainer.strategy.reconfigure(num_microbatches=2)  # as it is
 
 
-def two_groups(rank: int, folder: Path) -> Any:
+def two_groups(rank: int) -> Any:
     if rank:  # what runs ahead differs
         Lane.seniority = newest_first  # type: ignore[method-assign]
+    folder = Path.cwd()
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     looking = Interrupts(partial(look, folder=folder))
     return {
@@ -172,10 +173,7 @@ def two_groups(rank: int, folder: Path) -> Any:
     }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("groups")
-    return processes.each(GROUPS, two_groups, folder, folder=folder)
+found = processes.shared(GROUPS, two_groups)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ class Sized(L.LightningDataModule):
     batch_size = 2
 
     def train_dataloader(self) -> Any:
-        return loader(MLP, 32, self.batch_size)
+        return loader(MLP, 48, self.batch_size)
 
     def val_dataloader(self) -> Any:
         return loader(MLP, 8, self.batch_size)
