@@ -377,15 +377,17 @@ class HandsOut(Layers):
         self.returned.append([float(outputs[name].mean()) for name in ("count", "scale")])
 
 
-def _handed_out(folder: Path) -> tuple[dict[str, float], list[list[float]]]:
+def _handed_out(folder: Path, kind: type[Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Any]]:
     devices = processes.num_processes()
-    options = {"split_points": ["c"]} if devices == 2 else {}
-    module = piped(HandsOut(), devices, devices, {"log_every_n_steps": 1}, **options)
+    options = options if devices == 2 else {}
+    module = piped(kind(), devices, devices, {"log_every_n_steps": 1}, **options)
     return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.returned
 
 
 def test_weights_and_buffers_are_logged_and_returned_as_they_are_in_the_step(tmp_path: Path) -> None:
-    ((metrics, returned), (known, _)), one = processes.two_and_one(_handed_out, tmp_path)
+    ((metrics, returned), (known, _)), one = processes.two_and_one(
+        _handed_out, tmp_path, HandsOut, {"split_points": ["c"]}
+    )
     assert (metrics, returned) == one and known == metrics
     assert [count for count, _ in returned] == [2.5, 6.5, 10.5, 14.5]  # means over four micro-batches
     assert metrics["count"] == metrics["batches"] == 14.5
@@ -423,14 +425,10 @@ class HandsOutReplaced(Layers):
         self.returned.append(float(outputs["mean"]))
 
 
-def _replaced(folder: Path) -> tuple[dict[str, float], list[float]]:
-    devices = processes.num_processes()
-    module = piped(HandsOutReplaced(), devices, devices, {"log_every_n_steps": 1}, costs="flops", verify=False)
-    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.returned
-
-
 def test_a_buffer_that_a_submodule_replaces_is_logged_and_returned_as_it_is_in_the_step(tmp_path: Path) -> None:
-    ((metrics, returned), (known, _)), one = processes.two_and_one(_replaced, tmp_path)
+    ((metrics, returned), (known, _)), one = processes.two_and_one(
+        _handed_out, tmp_path, HandsOutReplaced, {"costs": "flops", "verify": False}
+    )
     assert (metrics, returned) == one and known == metrics
     assert metrics["mean"] == pytest.approx(returned[-1])
     assert len(set(returned)) == 4
