@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run
 from tests.test_house import PACKAGE, imports, modules, nodes, part
 
 SYSTEMS = f"{PACKAGE.name}.systems"
@@ -74,14 +72,10 @@ def test_without_systems_one_trains_and_is_told_what_there_is(tmp_path: Path) ->
     there = tmp_path / PACKAGE.name
     shutil.copytree(PACKAGE, there, ignore=shutil.ignore_patterns("systems", "__pycache__"))
     (tmp_path / "script.py").write_text(TRAINING)
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    printed = run(tmp_path, "script.py", PYTHONPATH=str(tmp_path))
     schedules = "one of 'advance_forward', '1f1b', 'afab', 'interleaved', 'bfs', 'auto'"
-    assert f"schedule='zb_h1': must be {schedules}" in done.stdout
-    assert "weight_policy='stash': must be one of 'flush';" in done.stdout
+    assert f"schedule='zb_h1': must be {schedules}" in printed
+    assert "weight_policy='stash': must be one of 'flush';" in printed
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in (PACKAGE / "systems").glob("*/__init__.py")))

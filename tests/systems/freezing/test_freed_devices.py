@@ -236,12 +236,7 @@ def with_objects() -> list[Any]:
     return [fit(2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("two")
-    return processes.everywhere(2, lambda: (with_objects(), resumed(folder), with_large_values()), folder=folder)
-
-
+in_two = processes.shared(2, lambda rank: (with_objects(), resumed(Path.cwd()), with_large_values()))
 ALONE, SHARED = [(1,), (0,)], [(0, 1)]
 
 
