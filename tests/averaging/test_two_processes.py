@@ -17,10 +17,9 @@ from tests.averaging.test_checkpoints import LATE
 from tests.averaging.test_checkpoints import fit as fit_late
 from tests.averaging.test_finite import Poisoned, data
 from tests.comparing import assert_close, assert_equal, state
-from tests.models import MLP, loader
+from tests.models import MLP, TiedTransformer, loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
-from tests.weights.test_tied import TiedLanguageModel
 
 STRATEGY = {"num_pipelines": 3, "num_microbatches": 2}
 
@@ -44,10 +43,10 @@ def fit(folder: Path, devices: int, path: Path | None = None) -> dict[str, Any]:
 
 def fit_tied(devices: int) -> dict[str, Any]:
     torch.manual_seed(3)
-    model = TiedLanguageModel()
+    model = TiedTransformer("adamw")
     strategy = {**STRATEGY, "averaging": Averaging(outer_lr=1.0)}
     runner = pipeline(3 if devices == 1 else 4, devices, strategy, max_epochs=1, gradient_clip_val=0.1)
-    runner.fit(model, loader(TiedLanguageModel, 28, 4))
+    runner.fit(model, loader(TiedTransformer, 28, 4))
     return state(model)
 
 

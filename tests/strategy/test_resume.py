@@ -21,9 +21,8 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
 from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters
-from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
 from tests.trainers import pipeline, trainer
-from tests.weights.test_tied import TiedLanguageModel
 
 MICRO = {"num_microbatches": 4}
 
@@ -290,10 +289,10 @@ def in_two(folder: Path) -> dict[str, Any]:
         seen[f"resumed from {kind}"] = resumed(folder / kind / "step=3.ckpt", 2, 2).state_dict()
     for path in (None, folder / "tied" / "step=2.ckpt"):  # a parameter with a copy on each process
         torch.manual_seed(4)
-        tied = TiedLanguageModel("adamw")
+        tied = TiedTransformer("adamw")
         saving = {"enable_checkpointing": True, "callbacks": [every_step(folder / "tied")]} if path is None else {}
         runner = pipeline(2, 2, {**MICRO, "save_distributed_checkpoint": True}, **saving)
-        runner.fit(tied, loader(TiedLanguageModel, 16, 8), ckpt_path=path)
+        runner.fit(tied, loader(TiedTransformer, 16, 8), ckpt_path=path)
         seen[f"tied from {path and path.name}"] = tied.state_dict()
     return seen
 

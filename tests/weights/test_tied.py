@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
@@ -19,29 +18,8 @@ from lightning_avgpipe.weights import tied
 from tests import processes
 from tests.comparing import assert_equal, assert_same_gradients, assert_same_parameters, state
 from tests.driver import Engine, accumulate
-from tests.models import MLP, Regression, loader
+from tests.models import MLP, Regression, TiedTransformer, loader
 from tests.trainers import pipeline
-
-
-class TiedLanguageModel(Regression):
-    """One matrix embeds the tokens and reads them out."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randint(0, 11, (size, 5)), torch.randint(0, 11, (size, 5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(tokens)))
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 class Recurrent(Regression):
@@ -64,7 +42,7 @@ class Recurrent(Regression):
         return self.leave(h)
 
 
-@pytest.mark.parametrize(("model", "num_stages"), [(TiedLanguageModel, 2), (TiedLanguageModel, 4), (Recurrent, 3)])
+@pytest.mark.parametrize(("model", "num_stages"), [(TiedTransformer, 2), (TiedTransformer, 4), (Recurrent, 3)])
 def test_gradients_are_those_of_the_plain_module_to_the_same_bit_with_every_schedule(
     model: type[Regression], num_stages: int
 ) -> None:
@@ -87,7 +65,7 @@ def test_gradients_are_those_of_the_plain_module_to_the_same_bit_with_every_sche
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_plan_says_whose_gradients_are_summed(trained: bool) -> None:
-    model = TiedLanguageModel()
+    model = TiedTransformer("adamw")
     for name in Engine(model, 2, model.example(4), 2).plan.copied:
         model.get_parameter(name).requires_grad_(trained)
     plan = str(Engine(model, 2, model.example(4), 2).plan)
@@ -124,7 +102,7 @@ class Drawn(Regression):
 
 def fit_all(devices: int = 2) -> list[dict[str, Any]]:
     torch.manual_seed(5)
-    tied, recurrent = TiedLanguageModel(), Recurrent()
+    tied, recurrent = TiedTransformer("adamw"), Recurrent()
     return [fit(tied, devices, 2, gradient_clip_val=0.05), fit(recurrent, devices, 4, accumulate_grad_batches=2)]
 
 
@@ -138,9 +116,9 @@ def draw(rank: int) -> dict[str, Tensor]:
 
 def roll(devices: int) -> dict[str, Tensor]:
     torch.manual_seed(6)
-    model = TiedLanguageModel()
+    model = TiedTransformer("adamw")
     strategy = {"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(rolling=True)}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(TiedLanguageModel, 64, 8))
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(TiedTransformer, 64, 8))
     return state(model)
 
 
@@ -193,7 +171,7 @@ def test_a_rolling_pipeline_computes_while_gradients_of_another_are_summed(in_tw
 
 
 def test_a_sparse_gradient_of_a_copied_parameter_is_refused() -> None:
-    model = TiedLanguageModel()
+    model = TiedTransformer("adamw")
     model.embed.sparse = True
     batch = model.example(4)
     with pytest.raises(AvgPipeError, match=r"gradient of 'embed\.weight' is sparse"):
