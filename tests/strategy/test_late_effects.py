@@ -54,6 +54,7 @@ class Late(Layers):
         self.box = {"factor": 1.0}
         self.b, self.c = Scaled(self.box), Scaled(self.box)  # type: ignore[assignment]
         self.first, self.last, self.number, self.history = first, last, 1.0, list[float]()
+        self.register_buffer("mean", torch.zeros(8))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         begun = batch_idx >= BEGIN
@@ -125,6 +126,10 @@ def plain(module: Any, loss: Any) -> None:
     module.plain = module.plain * 0.9
 
 
+def clip(module: Any, loss: Any) -> None:
+    module.d.weight.data.clamp_(-0.1, 0.1)
+
+
 def hook(module: Any, loss: Any) -> None:
     module.b.register_forward_hook(lambda layer, args, result: None)
 
@@ -160,6 +165,16 @@ BY_ONE_STAGE: list[tuple[Any, Any, str]] = [
     (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
     (nothing, lambda m, loss: loss / (1 + m.b.seen.mean()), r"reads the buffer 'b.seen' in mean\(\) at"),
     (nothing, hook, r"registers a hook of 'b', .* an earlier stage would not see"),
+    (nothing, clip, "writes into a weight"),  # between its use and its backward
+    *(
+        (change, nothing, r"when (it|training_step) was captured")
+        for change in (
+            clip,
+            lambda m, loss: m.a.bias.data.clamp_(-0.1, 0.1),
+            lambda m, loss: m.mean.mul_(0.9).add_(0.1),
+            lambda m, loss: setattr(m, "mean", m.mean + 1.0),
+        )
+    ),
 ]
 BY_SEVERAL_STAGES: list[tuple[Any, str]] = [
     (count, r"changes what 'global [\w.]*COUNT' holds"),

@@ -337,38 +337,6 @@ class KeepsAMean(Paths):
         return x
 
 
-class Sometimes(Paths):
-    """Changes something with other micro-batches only, before the first layer or behind the last."""
-
-    def __init__(self, before: Callable[[Any, Tensor], Any], behind: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.before, self.behind = before, behind
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        if self.is_other(x):
-            self.before(self, x)
-        x = self.through(x)
-        if self.is_other(x):
-            self.behind(self, x)
-        return x.mean()
-
-
-def nothing(module: Any, x: Tensor) -> None:
-    """Do nothing."""
-
-
-def clip(module: Any, x: Tensor) -> None:
-    module.layers[-1].weight.data.clamp_(-0.1, 0.1)
-
-
-BEFORE: list[Callable[[Any, Tensor], Any]] = [
-    lambda module, x: module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1),
-    lambda module, x: setattr(module, "mean", module.mean + x.mean(0)),
-    lambda module, x: module.layers[0].bias.data.clamp_(-0.1, 0.1),
-    clip,
-]
 LINE = r"at test_paths\.py:\d+ in"
 REFUSED: dict[Callable[[], Paths], list[str]] = {
     Needs: [
@@ -399,8 +367,6 @@ REFUSED: dict[Callable[[], Paths], list[str]] = {
     Penalty: [rf"grad\(\) {LINE} derived asks for a derivative .* stage 1 has not made"],
     LooksAtGradient: [rf"register_hook\(\) {LINE} derived asks for a derivative"],
     TwoStagesKeep: [r"changes the buffer 'bank\.kept'.* in a unit that other stages call too \(stage 0\)"],
-    **{partial(Sometimes, change, nothing): [r"when (it|training_step) was captured"] for change in BEFORE},
-    partial(Sometimes, nothing, clip): ["writes into a weight"],  # between its use and its backward
 }
 ERRORS: dict[Callable[[], Paths], type[AvgPipeError]] = {Needs: AbsentValueError, WritesThroughView: PartitionError}
 
