@@ -55,6 +55,19 @@ class SavesAtStart(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class Reconfigures(L.Callback):
+    """Asks for other settings after some batches of an epoch; notes how many models there were."""
+
+    def __init__(self, settings: dict[int, dict[str, Any]]) -> None:
+        self.settings = settings
+        self.models: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.models.append(trainer.strategy.num_models)
+        if batch_idx in self.settings:
+            trainer.strategy.reconfigure(**self.settings[batch_idx])
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """What the package logs, in a process that pytest does not see."""

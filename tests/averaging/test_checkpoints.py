@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,21 +16,10 @@ from tests.averaging.models import Models, Net
 from tests.averaging.test_equations import NESTEROV
 from tests.comparing import assert_equal, state
 from tests.strategy.test_resume import ResumableLoader
-from tests.trainers import SavesAtStart, pipeline, trainer
+from tests.trainers import Reconfigures, SavesAtStart, pipeline, trainer
 
 TOGETHER = Averaging(every=3, outer_optimizer=NESTEROV)
 LATE = Averaging(every=3, outer_optimizer=NESTEROV, alpha=1.0, fragments=2, delay=2)
-
-
-class Moves(L.Callback):
-    """Asks for other stages in the midst of an epoch."""
-
-    def __init__(self, stages: Sequence[str]) -> None:
-        self.stages = stages
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 3 and self.stages:
-            trainer.strategy.reconfigure(split_points=self.stages)
 
 
 def fit(
@@ -46,7 +34,7 @@ def fit(
     """Two epochs of seven batches: with two pipelines four iterations each, the last of which is ragged."""
     torch.manual_seed(seed)
     model, models = Net("adamw", warm_up=True), Models()
-    callbacks: list[Any] = [models, Moves(moves)]
+    callbacks: list[Any] = [models, Reconfigures({2: {"split_points": moves}} if moves else {})]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
     strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": TOGETHER, **strategy}

@@ -24,11 +24,11 @@ from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
 from tests.averaging.models import Batches, Net, Unsized
-from tests.averaging.test_lightning import Explodes, Reconfigures
+from tests.averaging.test_lightning import Explodes
 from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.strategy.test_precision import half_mixed
-from tests.trainers import pipeline
+from tests.trainers import Reconfigures, pipeline
 from tests.weights.test_initialisation import Mixed
 
 

@@ -25,7 +25,7 @@ from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_callbacks import Sized
 from tests.strategy.test_precision import half_mixed
-from tests.trainers import pipeline, trainer
+from tests.trainers import Reconfigures, pipeline, trainer
 
 HOOKS = ("on_validation_start", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end")
 
@@ -116,19 +116,6 @@ def test_frozen_parameters_are_shared_until_they_train() -> None:
         one, other = (model[name] for model in found[3].models)
         assert not torch.equal(one, other)
         torch.testing.assert_close(found[3].reference[name], (one + other) / 2, rtol=1e-6, atol=1e-6)
-
-
-class Reconfigures(L.Callback):
-    """Other settings after some batches; notes how many models there were."""
-
-    def __init__(self, settings: dict[int, dict[str, Any]]) -> None:
-        self.settings = settings
-        self.models: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.models.append(trainer.strategy.num_models)
-        if batch_idx in self.settings:
-            trainer.strategy.reconfigure(**self.settings[batch_idx])
 
 
 def test_pipelines_come_and_go_between_iterations() -> None:
@@ -241,13 +228,6 @@ class BetweenClosureAndStep(MLP):
         optimizer.step()
 
 
-class Wider(L.Callback):
-    """Asks for a second model."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy.reconfigure(num_pipelines=2)
-
-
 class Outside(MLP):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
@@ -264,6 +244,7 @@ class Sharp(MLP):
         return Twice(self.parameters(), lr=0.1)
 
 
+WIDER = {0: {"num_pipelines": 2}}
 SEEN_ALONE = r"changed 'layers.0.weight', .* and \d more of pipeline 0's model, which hooks see, and not of the 1 other"
 AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
 
@@ -277,9 +258,9 @@ AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
         (InStep, list, {"averaging": Averaging(every=2)}, "code after the step in optimizer_step"),
         (BetweenClosureAndStep, list, {}, r"changes the gradient of 'layers\.0\.bias' .* on_before_optimizer_step"),
         (MLP, lambda: [StochasticWeightAveraging(0.1)], {}, f"StochasticWeightAveraging {AVERAGES}"),
-        (MLP, lambda: [Wider(), StochasticWeightAveraging(0.1)], {"num_pipelines": 1}, AVERAGES),
+        (MLP, lambda: [Reconfigures(WIDER), StochasticWeightAveraging(0.1)], {"num_pipelines": 1}, AVERAGES),
         (MLP, lambda: [WeightAveraging()], {}, f"WeightAveraging {AVERAGES}"),
-        (MLP, lambda: [Wider(), WeightAveraging()], {"num_pipelines": 1}, AVERAGES),
+        (MLP, lambda: [Reconfigures(WIDER), WeightAveraging()], {"num_pipelines": 1}, AVERAGES),
         (
             MLP,
             lambda: [ModelPruning("l1_unstructured", amount=0.5)],

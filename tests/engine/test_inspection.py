@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from tests.averaging.models import train
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
+from tests.trainers import Reconfigures
 
 
 class Layers(Regression):
@@ -99,12 +99,9 @@ def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recom
 
 
 def test_it_is_refused_when_parallel_models_come_later() -> None:
-    class Later(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.strategy.reconfigure(num_pipelines=2)
-
+    later = Reconfigures({0: {"num_pipelines": 2}})
     with pytest.raises(ConfigurationError, match="while pipeline 1 ran, training_step used 'scale'"):
-        train(Hidden("a closure"), loader(MLP, 32, 8), num_pipelines=1, trainer={"callbacks": [Later()]})
+        train(Hidden("a closure"), loader(MLP, 32, 8), num_pipelines=1, trainer={"callbacks": [later]})
 
 
 class Pair(NamedTuple):

@@ -31,7 +31,7 @@ from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.threads import alone
-from tests.trainers import pipeline
+from tests.trainers import Reconfigures, pipeline
 
 
 def newest_first(lane: Lane) -> Any:
@@ -189,10 +189,7 @@ def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(ahead: No
     expected = run(max_steps=2)
     assert_equal(state(model), state(expected[0]))
 
-    def fewer(trainer: L.Trainer) -> None:
-        trainer.strategy.reconfigure(num_pipelines=1)  # type: ignore[attr-defined]
-
-    _, _, runner = run([Interrupts(fewer, (1,))], max_epochs=1)
+    _, _, runner = run([Reconfigures({1: {"num_pipelines": 1}})], max_epochs=1)
     assert runner.global_step == 2 + 7  # two of two batches, seven of one: none is lost, none comes twice
 
 
@@ -437,7 +434,7 @@ def test_each_run_decides_anew() -> None:
 
 @pytest.mark.slow
 def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
-    more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
+    more = Reconfigures({1: {"num_pipelines": 2}})
     for module, rolls in ((Measured, False), (Changing, False), (Scaled, True)):
         found = [
             run([more], module=module, strategy={"num_pipelines": 1, "averaging": Averaging(rolling=rolling)})

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_avgpipe.engine.pipeline import Pipeline
@@ -23,7 +22,7 @@ from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.models import MLP, Regression, loader
-from tests.trainers import pipeline
+from tests.trainers import Reconfigures, pipeline
 
 BATCH, NUM_MICROBATCHES = 6, 6
 ENOUGH = 1 + 3 * (1 + DROPPED + WINDOW) + 3  # iterations for three advances, each noticed one iteration late
@@ -133,12 +132,8 @@ def test_two_processes_switch_together_and_train_the_same_weights(fixed: Regress
 def test_one_process_has_nothing_to_overlap_and_goes_depth_first_unless_asked_then_or_later(
     options: dict[str, Any], later: int | None, warm_ups: set[tuple[int, ...]]
 ) -> None:
-    class Reconfigured(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 1 and later is not None:
-                trainer.strategy.reconfigure(advance=later)
-
-    runner = pipeline(2, 1, {**SPLIT, **options}, max_steps=3, callbacks=[Reconfigured()])
+    callbacks = [Reconfigures({0: {"advance": later}})]
+    runner = pipeline(2, 1, {**SPLIT, **options}, max_steps=3, callbacks=callbacks)
     with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
         runner.fit(MLP(), loader(MLP, BATCH * 3, BATCH))
     assert {call.args[2].warm_up for call in lanes.call_args_list} == warm_ups

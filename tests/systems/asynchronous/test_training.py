@@ -35,7 +35,7 @@ from tests.strategy.test_rolling import (
     StepsSometimes,
 )
 from tests.systems.asynchronous.policies import POLICIES, Attention, Recurrent, Stage, go_on
-from tests.trainers import pipeline
+from tests.trainers import Reconfigures, pipeline
 
 K = 3
 MOMENTUM = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -297,10 +297,7 @@ def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead() -> None
     assert runner.global_step == 2
     assert_equal(state(model), state(train("stash", max_steps=2, count=2)[0]))
 
-    def fewer(trainer: L.Trainer) -> None:
-        trainer.strategy.reconfigure(num_stages=2)  # type: ignore[attr-defined]
-
-    _, runner = train("stash", callbacks=[Interrupts(fewer, (1,))], count=2)
+    _, runner = train("stash", callbacks=[Reconfigures({1: {"num_stages": 2}})], count=2)
     assert runner.global_step == 14 and runner.strategy.num_stages == 2
 
 
