@@ -60,6 +60,30 @@ class MLP(Regression):
         return self.layers(x)
 
 
+class Normed(Regression):
+    """Buffers that its stages change, and random numbers."""
+
+    example = staticmethod(MLP.example)
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        parts = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.layers = nn.Sequential(*parts, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class CountingLinear(nn.Linear):
+    """Counts its calls, and computes with their number."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
 class ConvNet(Regression):
     """Functional glue between the layers, and a dict batch that the step changes."""
 

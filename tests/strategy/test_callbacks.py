@@ -33,14 +33,13 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
-from torch import nn
 from torch.utils.tensorboard.summary import histogram
 
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.comparing import assert_close, assert_equal, state
-from tests.models import MLP, loader
+from tests.models import MLP, Normed, loader
 from tests.trainers import both, pipeline, trainer, twins
 
 
@@ -392,14 +391,6 @@ def test_devices_that_work_on_one_batch_count_as_one_in_its_throughput(tmp_path:
     found, _ = processes.everywhere(2, measured, 2, tmp_path, folder=tmp_path)
     assert found["train/device/batches_per_sec"] > 0
     assert found.keys() == measured(1, tmp_path / "one").keys()
-
-
-class Normed(MLP):
-    """With statistics, for which a last epoch of SWA passes without training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
 
 
 def swa() -> L.Callback:

@@ -18,24 +18,10 @@ from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.training.holdings import move_state
 from tests import processes
 from tests.comparing import assert_equal
-from tests.models import MLP, Regression, TiedTransformer, loader
+from tests.models import MLP, CountingLinear, Normed, Regression, TiedTransformer, loader
 from tests.trainers import pipeline
 
 Points = dict[int, Any]  # after so many batches: where stages begin, or how many there are
-
-
-class Normed(Regression):
-    """Buffers that its stages change, and random numbers."""
-
-    example = staticmethod(MLP.example)
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        parts = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
-        self.layers = nn.Sequential(*parts, nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 class Meta(MLP):
@@ -57,20 +43,12 @@ class Counting(MLP):
         return self.layers[3:](x) * (1 + 0.01 * self.count)
 
 
-class CountingUnit(nn.Linear):
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) * (1 + 0.01 * self.count)
-
-
 class CountingInside(MLP):
     """The same in a unit."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
-        self.layers[5] = CountingUnit(8, 8)
+        self.layers[5] = CountingLinear(8, 8)
 
 
 class Remembering(MLP):
@@ -254,7 +232,7 @@ def refused(folder: Path) -> list[str]:
 def test_what_a_step_keeps_in_attributes_is_refused_where_it_would_move(tmp_path: Path) -> None:
     for found in processes.everywhere(2, refused, tmp_path, folder=tmp_path):
         assert "training_step keeps 'count' for the next batch" in found[0]
-        assert "training_step keeps 'layers.5.count' for the next batch" in found[1]
+        assert "training_step keeps 'layers.5.calls' for the next batch" in found[1]
         assert "register_buffer" in found[0]
 
 

@@ -35,7 +35,7 @@ from lightning_avgpipe.verify.__main__ import main
 from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 from tests import processes
 from tests.comparing import assert_same_parameters
-from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
+from tests.models import MLP, Normed, Regression, TiedTransformer, TinyTransformer, loader
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import logged as logged_lines
 from tests.trainers import pipeline
@@ -44,14 +44,6 @@ from tests.trainers import pipeline
 class Dropping(TinyTransformer):
     def __init__(self) -> None:
         super().__init__("adamw", dropout=0.3, layers=1)
-
-
-class Normed(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8)
-        )
 
 
 class Configured(Normed):
@@ -476,7 +468,7 @@ def test_two_processes_are_verified_together_and_a_fault_in_another_one_is_named
     (replicas, stages), (other_replicas, other_stages) = processes.each(2, all_of_it, folder=tmp_path)
     (texts, error), (others, other) = stages, other_stages
     assert texts == [
-        "verified 2 optimizer steps: 8 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
+        "verified 2 optimizer steps: 8 losses, 10 gradients, 10 weights, 6 buffers equal bit for bit; "
         "1 logged values up to rounding"
     ]
     assert not others
@@ -484,7 +476,7 @@ def test_two_processes_are_verified_together_and_a_fault_in_another_one_is_named
     assert "VerificationError" in other
     # a replica is compared up to the sum of gradients
     text, warned = replicas
-    assert "verified 1 optimizer steps: 4 losses, 3 buffers equal bit for bit" in text
+    assert "verified 1 optimizer steps: 4 losses, 6 buffers equal bit for bit" in text
     assert len(warned) == 1 and "the loss of 'micro-batch" in warned[0]
     assert not other_replicas[1]
 

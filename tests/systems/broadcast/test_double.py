@@ -15,7 +15,7 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.systems.broadcast import Broadcast
 from tests.comparing import assert_equal, assert_same_gradients
 from tests.driver import Engine
-from tests.models import Blocks, LSTMStack, Regression, TinyTransformer, UNet
+from tests.models import Blocks, CountingLinear, LSTMStack, Regression, TinyTransformer, UNet
 
 
 def engine(module: nn.Module, num_stages: int, batch: Any, **options: Any) -> Engine:
@@ -109,16 +109,6 @@ class Layered(nn.Module):
         return loss
 
 
-class Counting(nn.Linear):
-    """Counts its calls."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
 class Cooling(nn.Linear):
     """Changes a parameter of its own."""
 
@@ -147,7 +137,7 @@ class Collecting(nn.Linear):
 @pytest.mark.parametrize(
     ("middle", "name"),
     [
-        (lambda: Counting(8, 8), "the attribute 'middle.calls'"),
+        (lambda: CountingLinear(8, 8), "the attribute 'middle.calls'"),
         (Cooling, "the parameter 'middle.scale'"),
         (Collecting, "the attribute 'middle.sums'"),
     ],

@@ -14,6 +14,7 @@ from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, OutputStore, digests
+from tests.models import CountingLinear
 from tests.planning.test_planner import Net
 
 HOST = torch.device("cpu")
@@ -144,17 +145,9 @@ def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> N
     assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
 
 
-class Counting(nn.Linear):
-    calls = 0
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return super().forward(x)
-
-
 def test_what_counts_its_calls_is_called() -> None:
     net = Net()
-    net.blocks[1].parts[1] = Counting(8, 8)
+    net.blocks[1].parts[1] = CountingLinear(8, 8)
     net.blocks[:2].requires_grad_(False)
     plan = Planner(Divisible(net), 2, source=KeptOutputsSource()).plan(
         Step("training_step", net.training_step, (torch.randn(2, 8), 0)), Conditions(build("1f1b", 2, 1))
