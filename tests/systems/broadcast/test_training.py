@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Broadcast
 from lightning_avgpipe.errors import ConfigurationError
-from tests.commands import LIMIT_S, ROOT, started
+from tests import processes
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Blocks, loader
-from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
+from tests.trainers import assert_defaults_equal_accumulation, logged, trainer
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -29,7 +28,7 @@ def fitted(schedule: Any, num_stages: int = 3, model: Any = Blocks, **options: A
     """Train, the last batch of an epoch being small; weights, buffers and metrics."""
     torch.manual_seed(1)
     module = model()
-    of_trainer = {name: options.pop(name) for name in ("gradient_clip_val", "callbacks") if name in options}
+    of_trainer = {name: options.pop(name) for name in ("gradient_clip_val", "devices") if name in options}
     given = {"costs": "flops", "num_microbatches": 4, **options}
     strategy = AvgPipeStrategy(num_stages=num_stages, schedule=schedule, **given)
     runner = trainer(strategy=strategy, **of_trainer)
@@ -129,15 +128,14 @@ def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: s
         AvgPipeStrategy(num_stages=3, schedule="broadcast", **options)
 
 
+def fitted_in_three() -> tuple[Any, list[str]]:
+    with logged() as lines:
+        return fitted("broadcast", devices=3)[0], lines
+
+
 @pytest.mark.slow
 def test_three_processes_train_the_weights_of_one(tmp_path: Path) -> None:
-    given = {"devices": 3, "stages": 3, "schedule": "broadcast", "model": "Blocks", "microbatches": 4}
-    with started(([str(ROOT / "tests" / "script.py"), str(tmp_path), json.dumps(given)], {})) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
-    assert "(broadcast, 4 micro-batches)" in errors
-    torch.manual_seed(5)
-    model = Blocks()
-    given = {"num_microbatches": 4, "schedule": "1f1b"}
-    pipeline(3, strategy=given, max_epochs=2).fit(model, loader(Blocks, 24, 8, shuffle=True))
-    assert_equal(torch.load(tmp_path / "weights-0.pt"), state(model))
+    expected, _ = fitted("1f1b")
+    ranks = processes.everywhere(3, fitted_in_three, folder=tmp_path)
+    assert_equal([found for found, _ in ranks], [expected] * 3)
+    assert "schedule broadcast, for 4 micro-batches" in ranks[0][1]
