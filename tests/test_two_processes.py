@@ -117,6 +117,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "statistics": (Normed, 2, {"num_microbatches": 2}),
     "a conjugated tensor": (lambda: returning(*CONJUGATED), 2, {"split_points": ["layers.1"]}),
     "the order of dimensions": (Transposing, 4, {"num_microbatches": 2}),
+    "compiled units": (lambda: TinyTransformer(dropout=0.2), 2, {"compile": {"backend": "eager"}}),
 }
 KINDS = {kind.__name__: kind for kind in MODELS}
 FAST = ("UNet", "two stages in each process", "statistics", "a conjugated tensor")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
-from tests import processes
-from tests.comparing import assert_equal, assert_same_parameters, state
+from tests.comparing import assert_equal, assert_same_parameters
 from tests.models import MLP, LSTMStack, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 from tests.zoo.own_models import BatchNorms, Hooked, Own
@@ -107,20 +104,6 @@ def test_each_class_of_units_is_compiled_once_and_parallel_models_share_it() -> 
     assert 0 < first <= 4  # embedding, block, norm, head
     trained(model, data, {"backend": counting}, num_pipelines=2)
     assert len(graphs) == first
-
-
-def two_processes(model: Any, data: Any) -> dict[str, Tensor]:
-    runner = pipeline(2, 2, strategy={"num_microbatches": 2, "compile": SAME}, max_epochs=1)
-    runner.fit(model, data)
-    return runner.strategy.lightning_module_state_dict()
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
-    found, _ = processes.everywhere(2, two_processes, model, data, folder=tmp_path)
-    assert_equal(found, state(trained(model, data, SAME)))
 
 
 def test_a_unit_that_cannot_be_compiled_is_named() -> None:
