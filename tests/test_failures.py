@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
@@ -51,11 +52,17 @@ class Requeueing(LightningEnvironment, SLURMEnvironment):
         self.auto_requeue, self.requeue_signal = True, signal.SIGUSR1
 
 
-def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
-    """SLURM sends its signal to all processes, which get it wherever they are."""
+def in_slurm(model: MLP, runner: L.Trainer) -> tuple[int, list[str]]:
+    """Train as a job; how many steps, and what was asked of SLURM."""
     called: list[str] = []
     signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
     os.environ["SLURM_JOB_ID"] = "7"
+    runner.fit(model, loader(MLP, 32, 4))
+    return runner.global_step, called
+
+
+def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
+    """SLURM sends its signal to all processes, which get it wherever they are."""
     model = MLP()
 
     def be_signalled(batch: Any, batch_idx: int) -> None:
@@ -69,8 +76,7 @@ def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
 
     model.on_train_batch_start = be_signalled  # type: ignore[method-assign]
     runner = pipeline(2, 2, max_epochs=1, plugins=[Requeueing()], default_root_dir=folder)
-    runner.fit(model, loader(MLP, 32, 4))
-    return runner.global_step, called
+    return in_slurm(model, runner)
 
 
 def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_path: Path) -> None:
@@ -93,12 +99,7 @@ class Interrupted(MLP):
 
 
 def interrupted(folder: Path) -> tuple[int, list[str]]:
-    called: list[str] = []
-    signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
-    os.environ["SLURM_JOB_ID"] = "7"
-    runner = pipeline(2, max_epochs=1, plugins=[Requeueing()], default_root_dir=folder)
-    runner.fit(Interrupted(), loader(MLP, 32, 4))
-    return runner.global_step, called
+    return in_slurm(Interrupted(), pipeline(2, max_epochs=1, plugins=[Requeueing()], default_root_dir=folder))
 
 
 def test_a_requeue_in_the_midst_of_a_step_saves_behind_its_batch(tmp_path: Path) -> None:
