@@ -17,7 +17,6 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
-from tests.comparing import assert_equal
 from tests.trainers import trainer
 
 NUM_MICROBATCHES = 4
@@ -78,11 +77,6 @@ def piped(
 def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
     """What each of two processes makes of the module."""
     return processes.everywhere(2, lambda: piped(make(), devices=2, **options).state_dict(), folder=folder)
-
-
-def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
-    """Two processes make of the module what is expected."""
-    assert_equal(states_of_two_processes(make, folder, **options), [expected.state_dict()] * 2)
 
 
 def _errors(cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
