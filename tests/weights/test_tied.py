@@ -139,20 +139,12 @@ def observed_roll() -> tuple[dict[str, Tensor], list[bool]]:
         return roll(2), within
 
 
-def work(rank: int) -> tuple[Any, ...]:
-    return fit_all(), draw(rank), observed_roll()
-
-
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """By what each of two processes trained: tied weights, weights it drew by itself, rolling models."""
-    found = processes.each(2, work, folder=tmp_path_factory.mktemp("two"))
-    return list(zip(*found, strict=True))
+in_two = processes.shared(2, lambda rank: (fit_all(), draw(rank), observed_roll()))
 
 
 def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
     expected = fit_all(1)
-    for rank in in_two[0]:
+    for rank, _, _ in in_two:
         for found, one in zip(rank, expected, strict=True):
             assert found["optimized"] == found["parameters"] == one["parameters"]
             assert found["metrics"] == one["metrics"]
@@ -160,12 +152,12 @@ def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
 
 
 def test_copies_and_buffers_begin_alike_though_each_process_draws_its_own(in_two: list[Any]) -> None:
-    assert_equal(*in_two[1])
+    assert_equal(*(drawn for _, drawn, _ in in_two))
 
 
 def test_a_rolling_pipeline_computes_while_gradients_of_another_are_summed(in_two: list[Any]) -> None:
     expected = roll(1)
-    for weights, within in in_two[2]:
+    for _, _, (weights, within) in in_two:
         assert any(within)
         assert_equal(weights, expected)
 
