@@ -65,14 +65,19 @@ def variables(module: nn.Module, keys: Collection[tuple[str, str]]) -> dict[tupl
 
 
 def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -> frozenset[str]:
-    """Return the names of attributes and variables in the code of functions, and of the user's that they call.
+    """Return the names of attributes and variables in the code that :func:`users_code` yields."""
+    return frozenset(name for code in users_code(functions, classes) for name in (*code.co_names, *code.co_freevars))
+
+
+def users_code(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -> Iterator[types.CodeType]:
+    """Yield the code of functions, and of the user's functions that they call.
 
     Args:
         functions: functions to begin with.
         classes: classes whose methods they may call by name.
     """
     waiting: list[Any] = list(functions)
-    found, seen = set[str](), set[types.CodeType]()
+    seen = set[types.CodeType]()
     while waiting:
         function = _bare(waiting.pop())
         if callable(wrapped := inspect.getattr_static(function, "__wrapped__", None)):
@@ -81,10 +86,9 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
             continue
         for code in codes(function.__code__):
             seen.add(code)
-            found.update(code.co_names, code.co_freevars)
+            yield code
             for name in code.co_names:
                 waiting += function.__globals__.get(name), *(getattr(kind, name, None) for kind in classes)
-    return frozenset(found)
 
 
 def loads_of(module: nn.Module, names: Collection[str]) -> dict[types.CodeType, dict[int, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import types
 from collections import defaultdict
@@ -16,7 +17,7 @@ from torch import nn
 from lightning_avgpipe.capture.cost_cache import fingerprint
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state.objects import ATOMS
-from lightning_avgpipe.state.outside import codes
+from lightning_avgpipe.state.outside import codes, users_code
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.verify.state import attributes
@@ -28,8 +29,9 @@ def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: 
     """Return a digest of what decides whether a pipeline trains as a plain run does.
 
     The digest covers what the step does with its first micro-batch and how it is divided; the code of the module's
-    classes outside of installed libraries, its structure, and its attributes that are numbers or text; the strategy's
-    options, the number of processes, and versions. Data and contents of weights are left out.
+    classes outside of installed libraries and of the user's functions that it calls, its structure, and its attributes
+    that are numbers or text; the strategy's options, the number of processes, and versions. Data and contents of
+    weights are left out.
     """
     digest = hashlib.blake2b(digest_size=12)
     step, _ = fingerprint(plan.graph, module, device)
@@ -40,22 +42,22 @@ def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: 
     facts = torch.__version__, pl.__version__, versions, processes, sorted((k, repr(v)) for k, v in options.items())
     for part in (facts, step, plan.cuts, sorted(plan.copied), repr(module), plain):
         digest.update(repr(part).encode())
-    for kind in kinds:
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
-            for code in _codes(kind):
-                digest.update(code)
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    functions = [(name, function) for kind in own for name, function in _functions(kind)]
+    of_classes = ((name, code) for name, function in functions for code in codes(function.__code__))
+    called = (("", code) for code in users_code([function for _, function in functions], ()))
+    for name, code in itertools.chain(of_classes, called):
+        constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
+        digest.update(code.co_code + repr((name, code.co_names, code.co_varnames, constants)).encode())
     return digest.hexdigest()
 
 
-def _codes(kind: type) -> Iterator[bytes]:
+def _functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     for name, member in vars(kind).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
         function = getattr(function, "__wrapped__", function)
         if isinstance(function, types.FunctionType):
-            yield name.encode()
-            for code in codes(function.__code__):
-                constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
-                yield code.co_code + repr((code.co_names, code.co_varnames, constants)).encode()
+            yield name, function
 
 
 # -- what was compared -------------------------------------------------------------------------------------------------

@@ -348,6 +348,25 @@ def test_what_was_equal_is_not_compared_again(logged: pytest.LogCaptureFixture) 
         assert text in logged.text
 
 
+def doubled(loss: Tensor) -> Tensor:
+    return 2 * loss
+
+
+class ByFunction(MLP):
+    def loss(self, batch: Any) -> Tensor:
+        return doubled(super().loss(batch))
+
+
+def test_it_is_compared_again_if_a_function_that_the_step_calls_is_another_one(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(ByFunction(), verify="auto")
+    monkeypatch.setitem(globals(), "doubled", lambda loss: (str(), 2 * loss)[1])
+    logged.clear()
+    fit(ByFunction(), verify="auto")
+    assert "verified 2 optimizer steps" in logged.text
+
+
 class CountingBetween(MLP):
     """A hook between the steps changes what the next one reads."""
 
