@@ -18,10 +18,10 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.state.objects import Variable
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.strategy.data import class_of
+from lightning_avgpipe.strategy.data import saves_position
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
+from lightning_avgpipe.utils.lightning import ModelCheckpoint, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -143,11 +143,11 @@ class Overlap:
         if self._noted:
             return self._noted
         loader = self._trainer.fit_loop._combined_loader
-        saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
-        if saving:
+        loaders = [] if loader is None else loader.flattened
+        if saving := next(filter(None, (saves_position(one, self._trainer) for one in loaders)), ""):
             return (
-                f"{self.option} reads ahead, but the {class_of(saving[0]).__name__} saves its position in checkpoints, "
-                f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
+                f"{self.option} reads ahead, but the {saving} saves its position in checkpoints, "
+                f"which would then be ahead of the training; use data without state_dict, or {self.instead}"
             )
         if what := changed_in_common(self._loop.deployment.pipeline.graph(STEP)):
             return (

@@ -29,6 +29,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
     RunningStage,
     _Stateful,
+    is_overridden,
     pl,
     rank_zero_warn,
     sized_len,
@@ -63,8 +64,14 @@ class Distributor:
         self._stream = self.batch_stream.begin()
         self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
 
-    def wanted(self, dataloader: Any) -> float:
-        """Return the number of batches that the running loop takes of a dataloader, which may have more."""
+    def readable_ahead(self, dataloader: Any) -> float:
+        """Return up to which number of batches of a dataloader each may be read before the one before it is used.
+
+        The running loop may take less than there are, and reading a batch that it does not take would draw random
+        numbers that one device does not draw. Data whose position is saved must not be ahead of the training then.
+        """
+        if not self.early or saves_position(dataloader, self._trainer):
+            return 0
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
         # those of the iterator count batches, also where a step of several models takes one for each
         if combined is None or combined._iterator is None or combined._iterator.limits is None:
@@ -134,7 +141,15 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
     return replace(expected, changed=changed)
 
 
-def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
+def saves_position(dataloader: Any, trainer: pl.Trainer) -> str:
+    """Return the class of what saves a dataloader's position in checkpoints, it or the datamodule; empty: none does."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(dataloader, _Stateful):
+        return class_of(dataloader).__name__
+    return type(datamodule).__name__ if is_overridden("state_dict", datamodule) else ""
+
+
+def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
     """Return a dataloader for this process: on the reader one that sends each batch, elsewhere one that receives.
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
@@ -142,11 +157,12 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     """
     if cluster.group.world_size == 1:
         return dataloader
-    facts = sized_len(dataloader), isinstance(dataloader, _Stateful), expected_batches(dataloader)
-    length, resumable, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
-    if resumable and cluster.stage_map.reader != 0:
+    saves = saves_position(dataloader, trainer)
+    facts = sized_len(dataloader), isinstance(dataloader, _Stateful), saves, expected_batches(dataloader)
+    length, resumable, saves, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
+    if saves and cluster.stage_map.reader != 0:
         raise ConfigurationError(
-            f"Links(reader='first') with a {type(dataloader).__name__} that saves its state: checkpoints are saved by "
+            f"Links(reader='first') with a {saves} that saves its state: checkpoints are saved by "
             "rank 0, which would not know it; use Links(reader='last')"
         )
     mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
@@ -186,10 +202,7 @@ class _Reader:
                 return batch, distributor.batch_stream.pass_on(stream, _End if batch is _End else _Later)
             return batch, distributor.batch_stream.pass_on(stream, batch, distributor.needs)
 
-        # a dataloader whose state is saved must not be ahead of the training then
-        ahead = distributor.early and not hasattr(self._dataloader, "state_dict")
-        # reading a batch that the loop does not take would draw random numbers that one device does not draw
-        limit = distributor.wanted(self) if ahead else 0
+        limit = distributor.readable_ahead(self)
         batch, passed = pass_on(next(batches, _End))
         for number in itertools.count(1):
             if batch is _End:

@@ -642,9 +642,10 @@ class AvgPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Return a dataloader with which one process of each group reads, and the others receive."""
         assert self.lightning_module is not None
-        readers = self.num_groups if self.lightning_module.trainer.training else 1
+        trainer = self.lightning_module.trainer
+        readers = self.num_groups if trainer.training else 1
         check_sampler(dataloader, readers, self.cluster.world.world_size)
-        mirrored = mirror(dataloader, self.cluster, partial(getattr, self, "_distributor"))
+        mirrored = mirror(dataloader, trainer, self.cluster, partial(getattr, self, "_distributor"))
         check_alike(mirrored, self.cluster, self.num_pipelines)
         return mirrored
 

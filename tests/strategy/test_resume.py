@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
+from lightning_avgpipe import Links
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
 from tests import processes
@@ -53,6 +55,32 @@ class ResumableLoader:
         self.state = dict(state)
 
 
+class Positions(L.LightningDataModule):
+    """Saves the position of its dataloader, which has no state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = ResumableLoader(Scheduled)
+
+    def train_dataloader(self) -> Any:
+        source = self.source
+
+        class Batches:
+            def __len__(self) -> int:
+                return len(source)
+
+            def __iter__(self) -> Iterator[Any]:
+                return iter(source)
+
+        return Batches()
+
+    def state_dict(self) -> dict[str, int]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.source.load_state_dict(state)
+
+
 class Scheduled(TinyTransformer):
     """What a resume must bring back: dropout's random numbers, Adam's averages, and a learning rate that falls."""
 
@@ -69,22 +97,27 @@ def every_step(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-def through(folder: Path, devices: int = 1, plugins: Any = (), **options: Any) -> Regression:
+def through(folder: Path, devices: int = 1, plugins: Any = (), data: Any = None, **options: Any) -> Regression:
     """Train two epochs of four batches, with a checkpoint after each batch."""
     torch.manual_seed(4)
     model, saving = Scheduled(), {"enable_checkpointing": True, "callbacks": [every_step(folder)]}
     runner = pipeline(2, devices, {**MICRO, **options}, plugins=list(plugins), **saving)
-    runner.fit(model, ResumableLoader(Scheduled))
+    runner.fit(model, data or ResumableLoader(Scheduled))
     return model
 
 
 def resumed(
-    path: Path | str, num_stages: int, devices: int = 1, weights_only: bool | None = None, **options: Any
+    path: Path | str,
+    num_stages: int,
+    devices: int = 1,
+    weights_only: bool | None = None,
+    data: Any = None,
+    **options: Any,
 ) -> Regression:
     """Do the rest of it, in a process that has drawn other random numbers since."""
     torch.manual_seed(99)
     model, runner = Scheduled(), pipeline(num_stages, devices, MICRO, **options)
-    runner.fit(model, ResumableLoader(Scheduled), ckpt_path=path, weights_only=weights_only)
+    runner.fit(model, data or ResumableLoader(Scheduled), ckpt_path=path, weights_only=weights_only)
     return model
 
 
@@ -308,6 +341,19 @@ def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stop
     for rank in two_processes[0]:
         assert_equal(rank.pop("tied from None"), rank.pop("tied from step=2.ckpt"))
         assert_equal(rank, dict.fromkeys(rank, expected))
+
+
+def from_datamodule(folder: Path) -> dict[str, Any]:
+    through(folder, 2, data=Positions())
+    found = resumed(folder / "step=3.ckpt", 2, 2, data=Positions()).state_dict()
+    with pytest.raises(ConfigurationError, match="with a Positions that saves its state"):
+        through(folder, 2, data=Positions(), links=Links(reader="first"))
+    return found
+
+
+def test_two_processes_resume_mid_epoch_bitwise_where_the_datamodule_knows(never_stopped: Any, tmp_path: Path) -> None:
+    for rank in processes.everywhere(2, from_datamodule, tmp_path, folder=tmp_path):
+        assert_equal(rank, never_stopped[0].state_dict())
 
 
 @pytest.mark.parametrize(("step", "num_stages"), [(3, 1), (4, 3)])
