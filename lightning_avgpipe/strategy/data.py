@@ -70,7 +70,7 @@ class Distributor:
         The running loop may take less than there are, and reading a batch that it does not take would draw random
         numbers that one device does not draw. Data whose position is saved must not be ahead of the training then.
         """
-        if not self.early or saves_position(dataloader, self._trainer):
+        if not self.early or hasattr(dataloader, "state_dict") or saves_position(dataloader, self._trainer):
             return 0
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
         # those of the iterator count batches, also where a step of several models takes one for each
@@ -165,12 +165,9 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
             f"Links(reader='first') with a {saves} that saves its state: checkpoints are saved by "
             "rank 0, which would not know it; use Links(reader='last')"
         )
-    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
+    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(dataloader, distributor, length)
     # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
     vars(mirrored).update(expected_batches=expected, mirrored_class=type(dataloader))
-    if not cluster.reads:  # user code asks how large the data is
-        held = {name: getattr(dataloader, name, _End) for name in ("dataset", "batch_size")}
-        vars(mirrored).update((name, value) for name, value in held.items() if value is not _End)
     if resumable and cluster.reads:
         vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
     elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
@@ -183,19 +180,36 @@ def class_of(dataloader: Any) -> type:
     return getattr(dataloader, "mirrored_class", type(dataloader))  # type: ignore[no-any-return]
 
 
-class _Reader:
-    """The reader's dataloader, which sends each batch and the end to other processes, and has its attributes."""
+class _Mirror:
+    """A dataloader in place of this process's own one, whose attributes it has."""
 
-    def __init__(self, dataloader: Any, distributor: Callable[[], Distributor]) -> None:
-        vars(self).update(_dataloader=dataloader, _distributor=distributor, _stream=None)
+    def __init__(self, dataloader: Any, distributor: Callable[[], Distributor], length: int | None = None) -> None:
+        vars(self).update(_dataloader=dataloader, _distributor=distributor, _length=length, _stream=None)
+
+    def _begun(self) -> tuple[Distributor, int]:
+        """Begin a stream of batches instead of the last one."""
+        distributor: Distributor = vars(self)["_distributor"]()
+        stream = vars(self)["_stream"] = distributor.batch_stream.begin(vars(self)["_stream"])
+        return distributor, stream
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_dataloader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_dataloader"], name, value)
+
+
+class _Reader(_Mirror):
+    """The reader's dataloader, which sends each batch and the end to other processes."""
 
     def __iter__(self) -> Iterator[Any]:
         # the iterator is made at once, as on one device, since making it starts workers and draws random numbers
         return self._passed_on(iter(self._dataloader))
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
-        distributor: Distributor = vars(self)["_distributor"]()
-        stream = vars(self)["_stream"] = distributor.batch_stream.begin(vars(self)["_stream"])
+        distributor, stream = self._begun()
 
         def pass_on(batch: Any) -> tuple[Any, Passed]:
             if batch is _End or not distributor.early:
@@ -214,38 +228,30 @@ class _Reader:
         distributor.batch_stream.accept(passed)
 
     def __len__(self) -> int:
-        return len(self._dataloader)  # which raises a TypeError where there is no length
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["_dataloader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataloader, name, value)
+        return len(vars(self)["_dataloader"])  # which raises a TypeError where there is no length
 
 
-class _Follower:
+class _Follower(_Mirror):
     """The dataloader of a process that does not read: yields what it needs of each of the reader's batches, or None."""
 
-    def __init__(self, distributor: Callable[[], Distributor], length: int | None) -> None:
-        self._distributor = distributor
-        self._length = length
-        self._stream: int | None = None
-
     def __len__(self) -> int:
-        if self._length is None:
+        length: int | None = vars(self)["_length"]
+        if length is None:
             raise TypeError("the dataloader of the process that reads has no length")
-        return self._length
+        return length
 
     def __iter__(self) -> Iterator[Any]:
-        distributor = self._distributor()
-        stream = self._stream = distributor.batch_stream.begin(self._stream)
+        distributor, stream = self._begun()
         while True:
             item = distributor.batch_stream.accept(distributor.batch_stream.pass_on(stream))
             if item is _End:
                 return
             yield None if item is _Later else item
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # the reader knows the position
+            raise AttributeError(name)
+        return super().__getattr__(name)
 
 
 def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:

@@ -266,7 +266,10 @@ def fit(kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, An
     model = kind("adamw")
     runner = pipeline(2, devices, {"num_microbatches": 3, **options}, max_epochs=2, limit_train_batches=3)
     runner.fit(model, loader(Sees, 24, 6, shuffle=True), loader(Sees, 12, 6, seed=1))
-    return {"weights": state(model), "seen": model.seen}
+    data = runner.train_dataloader
+    attributes = {name: getattr(data, name) for name in ("batch_size", "num_workers", "drop_last")}
+    attributes["samples"] = len(data.dataset), len(data.sampler), len(data.batch_sampler)
+    return {"weights": state(model), "seen": model.seen, "attributes": attributes}
 
 
 # each time the first batches travel whole: what the stages need is known after the first
@@ -348,6 +351,7 @@ def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
         assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
         assert set(rank[name]["seen"][2:]) == {expected}
         assert_equal(rank[name]["weights"], one["weights"])
+        assert rank[name]["attributes"] == one["attributes"]
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:
