@@ -76,6 +76,8 @@ class Distributor:
         # those of the iterator count batches, also where a step of several models takes one for each
         if combined is None or combined._iterator is None or combined._iterator.limits is None:
             return math.inf
+        if len(combined.flattened) > 1 and combined._mode != "sequential":
+            return 0  # they read in turns, and draw from one generator
         limits = zip(combined.flattened, combined._iterator.limits, strict=True)
         return next((limit for one, limit in limits if one is dataloader), math.inf)
 

@@ -32,9 +32,9 @@ from tests.trainers import both, pipeline, trainer
 Make = Callable[..., L.Trainer]
 
 
-def combined(mode: str, equal: bool = False) -> CombinedLoader:
-    """Three batches and two, or as many of each; batches of the second loader are smaller at its end."""
-    return CombinedLoader({"a": loader(MLP, 12, 4), "b": loader(MLP, 12 if equal else 8, 4, seed=1)}, mode)  # type: ignore[arg-type]
+def combined(mode: str) -> CombinedLoader:
+    """Three batches and two; batches of the second loader are smaller at its end."""
+    return CombinedLoader({"a": loader(MLP, 12, 4), "b": loader(MLP, 8, 4, seed=1)}, mode)  # type: ignore[arg-type]
 
 
 class Several(MLP):
@@ -143,7 +143,9 @@ def fitted(make: Make, model: L.LightningModule, *loaders: Any, **options: Any) 
 
 
 def trained_on_combined(make: Make, mode: str) -> dict[str, Any]:
-    return fitted(make, Several(), combined(mode, equal=True), combined(mode))
+    lengths = {"a": 12, "b": 12 if mode == "max_size" else 8}
+    drawing = CombinedLoader({name: DataLoader(Noisy(length), 4) for name, length in lengths.items()}, mode)  # type: ignore[arg-type]
+    return fitted(make, Several(), drawing, combined(mode))
 
 
 def validated_on_combined(make: Make, mode: str) -> dict[str, Any]:
@@ -186,8 +188,11 @@ def overfitted(make: Make) -> dict[str, Any]:
 class Noisy(Dataset[Any]):
     """Augmentation in this process: one batch more than needed would change the numbers of all that follow."""
 
+    def __init__(self, length: int = 40) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return 40
+        return self.length
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         return torch.randn(8), torch.randn(8)
