@@ -258,6 +258,8 @@ class ParallelModels:
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
             results.append(closure())
+            if self._deployment.parallel.averaging_group is not None and self.skipped.issuperset(range(self.fed)):
+                return torch.zeros((), device=self._cluster.device)  # other groups wait for the vote of a loss scaler
             return results[-1]
 
         return run
@@ -300,12 +302,14 @@ class ParallelModels:
                 ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
-        """Return the optimizers of other pipelines that step in this iteration, given an optimizer of pipeline 0."""
+        """Return the optimizers of pipelines that step in this iteration after the first one that steps."""
         ensemble = self.ensemble
-        if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
+        if ensemble is None:
             return []
-        stepping = (n for n in range(1, self.fed) if n not in self.skipped)
-        return [made for n in stepping for made in ensemble.optimizers.of(n)]
+        others = [made for n in range(1, self.fed) if n not in self.skipped for made in ensemble.optimizers.of(n)]
+        if not any(optimizer is known for known in (*self._trainer.optimizers, *others)):
+            return []
+        return [other for other in others if other is not optimizer]
 
     # -- which model the module shows --------------------------------------------------------------------------------
 

@@ -92,6 +92,14 @@ class Models(L.Callback):
             self.reference = state(reference)
 
 
+class Skips(Net):
+    """Has no loss for a batch of zeros."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch[0].any() else None
+
+
 def train(module: Any, data: Any, num_stages: int = 1, validation: Any = None, **strategy: Any) -> Models:
     """Train an epoch; gives the parallel models."""
     models = Models()

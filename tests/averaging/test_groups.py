@@ -23,7 +23,7 @@ from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
-from tests.averaging.models import Batches, Net, Unsized
+from tests.averaging.models import Batches, Net, Skips, Unsized
 from tests.averaging.test_lightning import Explodes
 from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, loader
@@ -216,6 +216,24 @@ def scaled(group: int | None) -> Any:
     model.at = 7
     fit(group, model, batches if group is None else batches[group::GROUPS], plugins=[plugin])
     return state(model), plugin.scaler.get_scale()
+
+
+def skipping(group: int | None) -> Any:
+    """With a loss scaler; each of the models has no loss in one of four iterations."""
+    batches = list(loader(Net, 64, 8))
+    for i in (2, 7):
+        batches[i][0].zero_()
+    torch.manual_seed(4)
+    model, plugin = Skips("adam", dropout=0.0), half_mixed()
+    fit(group, model, batches if group is None else batches[group::GROUPS], plugins=[plugin])
+    return trained(state(model)), plugin.scaler.get_scale()
+
+
+def test_a_group_without_a_loss_agrees_on_the_loss_scale(tmp_path: Path) -> None:
+    expected = skipping(None)
+    assert expected[1] == 2.0**12
+    for found in processes.each(GROUPS, skipping, folder=tmp_path):
+        assert_close(found, expected)
 
 
 def reconfigured(group: int | None) -> Any:

@@ -16,11 +16,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
-from tests.averaging.models import Batches, Models, Net, train
+from tests.averaging.models import Batches, Models, Net, Skips, train
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_callbacks import Sized
@@ -165,6 +166,20 @@ def test_an_infinite_gradient_in_one_pipeline_skips_the_step_of_all() -> None:
         weights = [name for name, _ in model.named_parameters()]  # the norm has seen the batch
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in weights)
     assert scales[0] == scales[1] / 2 or scales[0] == 2.0**9
+
+
+def test_the_models_that_step_without_the_first_share_a_loss_scale() -> None:
+    batches = list(loader(Net, 48, 8))
+    batches[0][0].zero_()
+    models = []
+    for interval in (1, 1000):
+        torch.manual_seed(3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        found = train(Skips("adam", dropout=0.0), Batches(batches), 2, num_pipelines=3, trainer={"plugins": [plugin]})
+        models.append(found.models)
+        assert scaler.get_scale() == (2.0**12 if interval == 1 else 2.0**10)  # grown once an iteration
+    assert_equal(*models)
 
 
 class Limited(MLP):

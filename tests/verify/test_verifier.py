@@ -361,7 +361,7 @@ def test_it_is_compared_again_if_a_function_that_the_step_calls_is_another_one(
     logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(ByFunction(), verify="auto")
-    monkeypatch.setitem(globals(), "doubled", lambda loss: (str(), 2 * loss)[1])
+    monkeypatch.setitem(globals(), "doubled", lambda loss: ("", 2 * loss)[1])
     logged.clear()
     fit(ByFunction(), verify="auto")
     assert "verified 2 optimizer steps" in logged.text
