@@ -283,6 +283,8 @@ _RUNS = (
     Private(f"{_TRAINER}.trainer.Trainer._signal_connector", "handles signals"),
     Private(f"{_SIGNALS}._sigterm_notifier_fn", "replaced: all processes stop at the same batch", "signum _"),
     Private(f"{_SIGNALS}._slurm_sigusr_handler_fn", "replaced: the same, before a batch", "signum _"),
+    Private(f"{_EVALUATION}._evaluation_step", "replaced: the same, behind a batch"),
+    Private(f"{_LOOPS}.prediction_loop._PredictionLoop._predict_step", "replaced: the same"),
     Private(f"{_EPOCH}._broadcast_sigterm_tensor", "replaced by nothing: no message is needed", "", ">=2.5.2"),
     Private(f"{_TRAINER}.setup._parse_time_interval_seconds", "makes a time interval, refused", versions=">=2.6"),
     Private(f"{pl.__name__}.strategies.ParallelStrategy._layer_sync", "says whether sync_batchnorm=True"),

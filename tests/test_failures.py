@@ -52,20 +52,20 @@ class Requeueing(LightningEnvironment, SLURMEnvironment):
         self.auto_requeue, self.requeue_signal = True, signal.SIGUSR1
 
 
-def in_slurm(model: MLP, runner: L.Trainer) -> tuple[int, list[str]]:
-    """Train as a job; how many steps, and what was asked of SLURM."""
+def in_slurm(model: MLP, runner: L.Trainer, run: str = "fit") -> tuple[int, list[str]]:
+    """Train or evaluate as a job; how many steps, and what was asked of SLURM."""
     called: list[str] = []
     signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
     os.environ["SLURM_JOB_ID"] = "7"
-    runner.fit(model, loader(MLP, 32, 4))
+    getattr(runner, run)(model, loader(MLP, 32, 4))
     return runner.global_step, called
 
 
-def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
+def preempted(rank: int, folder: Path, run: str = "fit") -> tuple[int, list[str]]:
     """SLURM sends its signal to all processes, which get it wherever they are."""
     model = MLP()
 
-    def be_signalled(batch: Any, batch_idx: int) -> None:
+    def be_signalled(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if batch_idx == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         watch = runner.strategy.cluster.watch
@@ -74,9 +74,10 @@ def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    model.on_train_batch_start = be_signalled  # type: ignore[method-assign]
+    stage = {"fit": "train", "validate": "validation"}.get(run, run)
+    setattr(model, f"on_{stage}_batch_start", be_signalled)
     runner = pipeline(2, 2, max_epochs=1, plugins=[Requeueing()], default_root_dir=folder)
-    return in_slurm(model, runner)
+    return in_slurm(model, runner, run)
 
 
 def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_path: Path) -> None:
@@ -86,6 +87,13 @@ def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_pa
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
     assert 2 <= saved["global_step"] < 8
     assert saved["state_dict"].keys() == MLP().state_dict().keys()
+    assert not any(value.is_meta for value in saved["state_dict"].values())
+
+
+@pytest.mark.parametrize("run", ["validate", "predict"])
+def test_a_requeue_saves_all_weights_during_an_evaluation(run: str, tmp_path: Path) -> None:
+    assert processes.each(2, preempted, tmp_path, run, folder=tmp_path) == [(0, ["requeue"]), (0, [])]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
     assert not any(value.is_meta for value in saved["state_dict"].values())
 
 

@@ -230,10 +230,21 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         if request == STOP:
             signals.received_sigterm = True  # Lightning's loops do the rest
 
-    def next_batch(*args: Any) -> None:
+    def requeue_if_agreed() -> None:
         if connection.agreed(REQUEUE) and not requeued:
             requeued.append(True)
             requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
+
+    def then_requeue(function: Callable[..., T]) -> Callable[..., T]:
+        def call(*args: Any) -> T:
+            result = function(*args)
+            requeue_if_agreed()
+            return result
+
+        return call
+
+    def next_batch(*args: Any) -> None:
+        requeue_if_agreed()
         if trainer.received_sigterm:
             raise SIGTERMException
         advance(*args)
@@ -242,6 +253,10 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         (signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)),
         (loop, "advance", next_batch),
     ]
+    evaluations = (trainer.validate_loop, "_evaluation_step"), (trainer.test_loop, "_evaluation_step")
+    for each, step in (*evaluations, (trainer.predict_loop, "_predict_step")):
+        # groups may learn of it at the end only
+        replacements += [(each, name, then_requeue(getattr(each, name))) for name in (step, "run")]
     if several:
         replacements.append((signals, "_sigterm_notifier_fn", stop))
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # which would ask all processes before every batch
