@@ -118,9 +118,7 @@ class Origin:
     def _check(self) -> None:
         helpless = {}
         for path, module in self._module.named_modules():
-            own = (*module._parameters.items(), *module._buffers.items())
-            absent = [joined(path, leaf) for leaf, tensor in own if tensor is not None and tensor.is_meta]
-            absent = [name for name in absent if name not in self._loaded and name not in self._notes]
+            absent = [joined(path, leaf) for leaf in self._absent(path, module)]
             if not absent:
                 continue
             self._check_not_lost(absent[0])
@@ -135,6 +133,11 @@ class Origin:
                 "_init_weights(module) in a module above; or load all weights with ckpt_path; or build them outside "
                 "of torch.device('meta')"
             )
+
+    def _absent(self, path: str, module: nn.Module) -> list[str]:
+        """Return what a module owns directly on meta, of which no file and no checkpoint has the contents."""
+        absent = {joined(path, leaf): leaf for leaf, tensor in _own(module).items() if tensor.is_meta}
+        return [leaf for name, leaf in absent.items() if name not in self._loaded and name not in self._notes]
 
     def _check_not_lost(self, name: str) -> None:
         """Raise if a parameter to initialise may have taken the place of one that lies in files."""
@@ -177,13 +180,14 @@ class Origin:
         """Return a shadow of a module in which all tensors that the module owns directly are initialised."""
         module = self._module.get_submodule(path)
         shadow = _shadow(module, lambda tensor: _blank(tensor, self._device))
+        blank = {leaf: (tensor, version_of(tensor)) for leaf, tensor in _own(shadow).items()}
         # Initialisation may use the default device, and its random draws must not affect other streams.
         with torch.no_grad(), stream(RandomKey(self._seed).derive(f"init:{path}"), self._device), self._device:
             for way in self._ways(path, module):
                 way(shadow)
             if path:
                 self._let_parent_adjust(path, shadow)
-        self._check_complete(path, shadow)
+        self._check_complete(path, shadow, {leaf: blank[leaf] for leaf in self._absent(path, module)})
         return shadow
 
     def _let_parent_adjust(self, path: str, child: nn.Module) -> None:
@@ -200,9 +204,20 @@ class Origin:
         for way in parent_ways:
             way(shadow)
 
-    def _check_complete(self, path: str, shadow: nn.Module) -> None:
-        for leaf, tensor in (*shadow._parameters.items(), *shadow._buffers.items()):
-            if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
+    def _check_complete(self, path: str, shadow: nn.Module, blank: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Raise if initialising has left numbers unset.
+
+        Args:
+            path: path of the module.
+            shadow: shadow of it, initialised.
+            blank: what had to be initialised, as it was before, with its versions.
+        """
+        for leaf, tensor in _own(shadow).items():
+            if leaf not in blank or not tensor.numel():
+                continue
+            before, version = blank[leaf]
+            unwritten = tensor is before and version_of(tensor) == version
+            if bool(tensor.isnan().any()) if tensor.is_floating_point() else unwritten:
                 raise ConfigurationError(
                     f"Initialising {type(shadow).__name__} '{path}' left numbers in '{leaf}' unset: its "
                     "reset_parameters(), or _init_weights(module) of a module above, must initialise all that it owns "
@@ -220,6 +235,11 @@ def _shadow(module: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
     return shadow
 
 
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module owns directly."""
+    return {leaf: t for leaf, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+
+
 def _empty(module: nn.Module | None) -> nn.Module | None:
     """Return a shadow of a module and its children, without contents: a write into it changes nothing."""
     if module is None:
@@ -234,7 +254,10 @@ def _without_contents(tensor: Tensor) -> Tensor:
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of this form, filled with NaN if its type has one, so that elements that stay unset are found."""
+    """Return a tensor of this form, filled with NaN if its type has one, so that elements that stay unset are found.
+
+    Of other types it is found whether anything has been written into the tensor.
+    """
     blank = torch.empty_like(tensor, device=device, requires_grad=False)
     if blank.is_floating_point():
         blank.fill_(float("nan"))

@@ -131,6 +131,51 @@ class Forgetful(Helpless):
         """Forgets to."""
 
 
+class Positions(Forgetful):
+    """Has a buffer of integers, and on request initialises it."""
+
+    def __init__(self, knows: bool = False) -> None:
+        super().__init__()
+        self.knows = knows
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+        self.register_buffer("none", torch.arange(0))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        if self.knows:
+            torch.arange(4, out=self.positions)
+
+
+class Masked(Forgetful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+@pytest.mark.parametrize(("kind", "leaf"), [(Positions, "positions"), (Masked, "mask")])
+def test_integers_and_flags_that_nothing_initialises_are_named(kind: type[nn.Module], leaf: str) -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"inner": kind()})
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__} 'inner' left numbers in '{leaf}' unset"):
+        Origin(module, 1, torch.device("cpu")).fill_buffers()
+
+
+def test_integers_are_initialised_or_loaded_or_have_contents() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"initialised": Positions(knows=True), "loaded": Masked(), "here": Positions()})
+    module["here"].positions = torch.arange(4)
+    mask = torch.eye(4, dtype=torch.bool)
+    origin = Origin(module, 1, torch.device("cpu"), {"loaded.mask": mask})
+    origin.fill_buffers()
+    assert torch.equal(module["initialised"].positions, torch.arange(4))
+    assert torch.equal(module["loaded"].mask, mask)
+    scales = origin.tensors([f"{name}.scale" for name in module])
+    assert all(torch.equal(scale, torch.ones(8)) for scale in scales.values())
+
+
 @pytest.mark.parametrize("kind", [Helpless, Forgetful])
 def test_a_module_that_cannot_be_initialised_is_named(kind: type[Helpless]) -> None:
     model = MLP()
