@@ -103,6 +103,11 @@ _TORCH_MODULES = (
     Private("torch.nn.Module._non_persistent_buffers_set", "is not an attribute that a step assigns"),
     Private("torch.nn.Module._forward_hooks", "a unit with hooks is followed from within"),
     Private("torch.nn.Module._forward_pre_hooks", "the same"),
+    Private(
+        "torch.nn.Module._load_from_state_dict",
+        "replaced while weights for tensors on meta are loaded",
+        "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",
+    ),
     Private("torch.nn.Module._compiled_call_impl", "whether a module is compiled, and must not be watched"),
     Private("torch.nn.Module.__call__", "replaced while calls of units are followed", "self"),
     Private("torch.nn.Module.__setattr__", "replaced while assignments of attributes are watched", "self name value"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
@@ -30,7 +31,8 @@ from lightning_avgpipe.training.holdings import (
 )
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import noop
+from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 
@@ -164,11 +166,14 @@ class CheckpointState:
         """
         if self._deployment is not None:
             self._deployment.parallel.dissolve(average=False)
-        if on_meta(self.module):
-            self.loaded = dict(checkpoint["state_dict"])
-        with warnings.catch_warnings():
+        if not on_meta(self.module):
+            own(checkpoint, strict)
+            return
+        loaded = dict(checkpoint["state_dict"])
+        with _keeping_what_arrives(self.module, loaded), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
             own(checkpoint, strict)
+        self.loaded = loaded
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states, and what :meth:`complete` has added.
@@ -214,6 +219,25 @@ class CheckpointState:
         if cluster is not None and on_meta(module):
             gather = OnDemandGather(module, cluster, self.take_origin(cluster, torch.initial_seed()))
             gather.fill([name for name, _ in module.named_parameters()])
+
+
+def _keeping_what_arrives(module: nn.Module, loaded: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context within which what modules load into tensors on meta replaces entries of ``loaded``.
+
+    Hooks, and methods that modules override, may have renamed or converted it since it was read.
+    """
+    paths = {id(submodule): path for path, submodule in module.named_modules()}
+    load = nn.Module._load_from_state_dict
+
+    def keep(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        load(self, state_dict, prefix, *args)
+        for leaf, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if tensor is not None and tensor.is_meta and id(self) in paths:
+                name = joined(paths[id(self)], leaf)
+                loaded.pop(name, None)
+                loaded.update({name: state_dict[prefix + leaf]} if prefix + leaf in state_dict else {})
+
+    return replaced(nn.Module, "_load_from_state_dict", keep)
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[int, Any]:

@@ -205,6 +205,45 @@ def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
     assert_same_parameters(through, resumed)
 
 
+class Renamed(MLP):
+    """Loads checkpoints in which its first layer has another name, and numbers twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0]._register_load_state_dict_pre_hook(self.convert)
+
+    @staticmethod
+    def convert(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}kernel" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel") / 2
+
+
+class RenamedByOverride(MLP):
+    """Loads checkpoints with its parts under other names."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        renamed = {name.replace("kernel", "weight"): value for name, value in state_dict.items()}
+        first = renamed["layers.0.weight"]
+        renamed["layers.0.weight"] = first / 2
+        own = {name.removeprefix("layers."): value for name, value in renamed.items()}
+        return self.layers.load_state_dict(own, strict, assign)
+
+
+@pytest.mark.parametrize("kind", [Renamed, RenamedByOverride])
+def test_a_module_on_meta_loads_what_its_hooks_make_of_a_checkpoint(kind: type[MLP], tmp_path: Path) -> None:
+    saved = MLP()
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(saved, loader(MLP, 8, 8))
+    runner.save_checkpoint(tmp_path / "new.ckpt", weights_only=True)
+    old = torch.load(tmp_path / "new.ckpt")
+    old["state_dict"]["layers.0.kernel"] = old["state_dict"].pop("layers.0.weight") * 2
+    torch.save(old, tmp_path / "old.ckpt")
+    with torch.device("meta"):
+        model = kind()
+    pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "old.ckpt", verbose=False)
+    assert_same_parameters(saved, model)
+
+
 def work(folder: Path) -> dict[str, Any]:
     """Train, save, test, predict, train on and resume, with a module that no process ever holds as a whole."""
     torch.manual_seed(5)
