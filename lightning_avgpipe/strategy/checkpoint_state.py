@@ -56,7 +56,7 @@ class CheckpointState:
         module: module that has the weights.
         loaded: weights for a module on meta, which wait until it is known which process needs them; None if there are
             none.
-        drain: called before weights are read, to drain the pipeline.
+        drain: called before weights are read, to drain the pipeline, and to bring what submodules save besides.
     """
 
     def __init__(self, module: pl.LightningModule, connection: Connection, configuration: Configuration) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
@@ -101,6 +101,8 @@ class PipelineLoop:
         # asked before hooks are replaced, which would count as the user's
         self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
         self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
+        modules = context.module.modules()
+        self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
 
     @property
@@ -205,6 +207,11 @@ class PipelineLoop:
                     self.order.meet("what submodules have changed")
                     self._of_units.bring(step, owners)
             self._to_bring.clear()
+
+    def drain(self) -> None:
+        """Drain the pipelines before weights are read, which may read more of submodules. Every process calls it."""
+        self.order.drain()
+        self.bring(self._saves_extra_state)
 
     def hand_over(self) -> None:
         """Bring what submodules have changed and made to all processes, since each may run them next. All call it."""

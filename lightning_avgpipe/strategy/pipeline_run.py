@@ -108,10 +108,10 @@ class PipelineRun:
         context.state.begin(deployment, schedule_control)
         self.without_numbers = WithoutNumbers(trainer, StateOfSteps(trainer, cluster, deployment))
         loop = self.loop = PipelineLoop(context, self.batches, deployment, self.models, schedule_control)
-        context.distributor.needs = self.needs
+        context.state.drain, context.distributor.needs = loop.drain, self.needs
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
-            loop.order, context.state.drain = order, order.drain
+            loop.order = order
             self._undo.enter_context(changes.overlapping(trainer, order, self.batches))
         if fitting:
             commands.advise(trainer, cluster)

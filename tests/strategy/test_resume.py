@@ -309,6 +309,48 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
     assert maps.seen == {"loading": True, "training": False}
 
 
+class Counts(nn.Linear):
+    """Saves with its weights how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Counted(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0], self.layers[-2] = Counts(8, 8), Counts(8, 8)
+
+
+def counted(folder: Path) -> list[Any]:
+    """Train, and return what checkpoints of both kinds say of the two layers that count."""
+    world_size = processes.num_processes()
+    found: list[Any] = []
+    for sharded in (False, True):
+        strategy = {**MICRO, "save_distributed_checkpoint": sharded, "costs": "flops"}
+        saving = {"enable_checkpointing": True, "callbacks": [every_step(folder / str(sharded))], "max_epochs": 1}
+        runner = pipeline(2, world_size, strategy, **saving)
+        runner.fit(Counted(), loader(Counted, 32, 8))
+        for step in (1, 4):
+            state = runner.strategy.load_checkpoint(folder / str(sharded) / f"step={step}.ckpt")["state_dict"]
+            found.append([state[f"layers.{n}._extra_state"]["calls"] for n in (0, 8)])
+    return found
+
+
+def test_extra_states_of_submodules_are_those_of_their_process(tmp_path: Path) -> None:
+    two, one = processes.two_and_one(counted, tmp_path)
+    assert two == [one] * 2 and one[0] < one[1]
+
+
 # -- distributed checkpoints -----------------------------------------------------------------------------------------
 
 
