@@ -164,20 +164,25 @@ def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCo
         states = tree.map_tensors(lambda t: t.detach().clone(), own)
     else:
         states = [
-            {i: {key: _memory(value, parameters[i]) for key, value in entry.items()} for i, entry in entries.items()}
+            {i: _memory(entry, parameters[i].device) for i, entry in entries.items()}
             for parameters, entries in zip(map(parameters_in, optimizers), told, strict=True)
         ]
-    tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
+    tensors = tree.tensors(states)
     for on_host in (True, False):  # one message cannot have tensors of both
         averaging_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
     return states
 
 
-def _memory(value: Any, parameter: Tensor) -> Any:
-    """Return memory for a described tensor of a parameter's state; other values as they are."""
-    if not isinstance(value, _Described):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.on_host else parameter.device)
+def _memory(entry: Any, device: torch.device) -> Any:
+    """Return a parameter's state with memory in place of what is described; other values as they are."""
+    leaves, spec = tree.flatten(entry, lambda node: isinstance(node, _Described))
+    made = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_host else device)
+        if isinstance(leaf, _Described)
+        else leaf
+        for leaf in leaves
+    ]
+    return tree.unflatten(made, spec)
 
 
 def load_states(optimizer: Optimizer, states: States) -> None:

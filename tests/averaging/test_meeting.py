@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.optimizers import load_states, states_of_group_0
 from lightning_avgpipe.averaging.options import Averaging
+from lightning_avgpipe.utils import tree
 from tests.averaging.models import Net
+from tests.comparing import assert_equal
 
 
 class Twins:
@@ -119,9 +121,23 @@ def made_of(kind: Any, gradients: Sequence[float | None], **options: Any) -> tor
     return optimizer
 
 
+class Nested(torch.optim.SGD):
+    """Keeps lists and dictionaries of tensors, as SOAP does."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if (g := parameter.grad) is not None:
+                self.state[parameter] = {"factors": [g.outer(g), None], "of": {0: (g.clone(), 1.5)}}
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adafactor, {})],
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, {}),
+        (Nested, {"lr": 0.1}),
+    ],
 )
 def test_states_are_those_of_group_0_even_where_others_have_more_or_fewer(kind: Any, options: Any) -> None:
     first = made_of(kind, (1.0, None, 2.0), **options)
@@ -136,7 +152,5 @@ def test_states_are_those_of_group_0_even_where_others_have_more_or_fewer(kind: 
         assert made.state.keys() == {made.param_groups[0]["params"][i] for i in (0, 2)}
         for i in (0, 2):
             mine, theirs = (o.state[o.param_groups[0]["params"][i]] for o in (made, first))
-            assert mine.keys() == theirs.keys()
-            for key, value in theirs.items():
-                assert mine[key] is not value or not isinstance(value, Tensor)
-                assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(value))
+            assert_equal(mine, theirs)
+            assert not {*map(id, tree.tensors(mine))} & {*map(id, tree.tensors(theirs))}

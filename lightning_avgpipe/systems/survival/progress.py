@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -103,10 +104,10 @@ def load_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Any]
     for optimizer, (state, groups) in zip(map(unwrapped, optimizers), states, strict=True):
         parameters = parameters_in(optimizer)
 
-        def moved(value: Any, to: Tensor) -> Any:  # counts of steps stay on the host
-            return value.to(to.device) if isinstance(value, Tensor) and value.ndim else value
+        def moved(to: Tensor, value: Tensor) -> Tensor:  # counts of steps stay on the host
+            return value.to(to.device) if value.ndim else value
 
-        own = {i: {key: moved(value, parameters[i]) for key, value in entry.items()} for i, entry in state.items()}
+        own = {i: tree.map_tensors(partial(moved, parameters[i]), entry) for i, entry in state.items()}
         load_states(optimizer, own)
         for group, theirs in zip(optimizer.param_groups, groups, strict=True):
             group.update(tree.map_tensors(lambda tensor: tensor.clone(), theirs))
