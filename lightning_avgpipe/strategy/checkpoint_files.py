@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import glob
 import inspect
@@ -12,7 +13,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, get_filesystem
 
 # Names that Lightning's own strategies use, so that its tools read these folders, and theirs can be read here.
@@ -138,9 +140,10 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
             "use a local path, or save_distributed_checkpoint=False"
         )
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    shards: dict[str, Any] = {_WEIGHTS: checkpoint["state_dict"]}
+    shards: dict[str, Any] = {_WEIGHTS: _whole(checkpoint["state_dict"])}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        shards[f"{_OPTIMIZER}{number}"] = {"state": state["state"]}
+        entries = {name: _whole(entry) for name, entry in state["state"].items()}
+        shards[f"{_OPTIMIZER}{number}"] = {"state": entries}
         any_state = any(cluster.group.gather_objects(bool(state["state"])))
         if cluster.rank == 0 and any_state:
             shards[f"{_OPTIMIZER}{number}"]["param_groups"] = state["param_groups"]
@@ -152,6 +155,21 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
         _write(shards, folder, cluster)
         if cluster.rank == 0:
             _write_file(rest, folder / _META, target)
+
+
+class _Whole:
+    """A value that is read as it is. Otherwise shards would lose empty mappings, and make strings of keys."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = tree.map_tensors(Tensor.cpu, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._value,)  # which any reader has
+
+
+def _whole(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries of which each that is no tensor is written whole."""
+    return {name: value if isinstance(value, Tensor) else _Whole(value) for name, value in entries.items()}
 
 
 def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
+from torch import nn
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.strategy import checkpoint_files
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, load_shards, replacing
 from tests import processes
+from tests.comparing import assert_equal
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -42,6 +44,46 @@ def test_states_of_many_optimizers_are_read_in_their_order(tmp_path: Path) -> No
     torch.save({}, tmp_path / "meta.pt")
     read = load_shards(tmp_path, optimizers=True, weights_only=True)["optimizer_states"]
     assert [state["state"]["w"].item() for state in read] == [*range(12)]
+
+
+class Keeps(nn.Linear):
+    """Saves more than its weights."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(8, 8)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_shards_hold_extra_states_as_they_are(tmp_path: Path) -> None:
+    kept = [{}, {0: 5, "list": []}, {"weights": torch.arange(3), 1: (1, {})}, [], None]
+
+    def model(*kept: Any) -> MLP:
+        made = MLP()
+        made.layers = nn.Sequential(*map(Keeps, kept))
+        return made
+
+    runner = pipeline(2, strategy={"save_distributed_checkpoint": True}, max_epochs=1)
+    runner.fit(model(*kept), loader(MLP, 8, 8))
+    runner.save_checkpoint(tmp_path / "some.ckpt")
+    read = model(*["nothing"] * 5)
+    pipeline(2).validate(read, loader(MLP, 8, 8), ckpt_path=tmp_path / "some.ckpt", verbose=False)
+    assert_equal([layer.kept for layer in read.layers], kept)
+
+
+def test_shards_hold_states_of_optimizers_as_they_are(tmp_path: Path) -> None:
+    states = {"w": {"step": torch.tensor(1.0), "factors": {0: torch.ones(2), "of": []}, "none": {}}}
+    checkpoint = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [{"state": states, "param_groups": []}]}
+    runner = pipeline(2, strategy={"save_distributed_checkpoint": True}, max_epochs=1)
+    runner.fit(MLP(), loader(MLP, 8, 8))
+    runner.strategy.save_checkpoint(checkpoint, tmp_path / "some.ckpt")
+    read = load_shards(tmp_path / "some.ckpt", optimizers=True, weights_only=True)
+    assert_equal(read["optimizer_states"][0]["state"], states)
 
 
 def half_written(checkpoint: Any, file: Any) -> None:
