@@ -58,9 +58,9 @@ class ResumableLoader:
 class Positions(L.LightningDataModule):
     """Saves the position of its dataloader, which has no state of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: ResumableLoader | None = None) -> None:
         super().__init__()
-        self.source = ResumableLoader(Scheduled)
+        self.source = source or ResumableLoader(Scheduled)
 
     def train_dataloader(self) -> Any:
         source = self.source

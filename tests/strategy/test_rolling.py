@@ -29,7 +29,7 @@ from tests.averaging.test_lightning import Finetuned
 from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
-from tests.strategy.test_resume import ResumableLoader
+from tests.strategy.test_resume import Positions, ResumableLoader
 from tests.threads import alone
 from tests.trainers import Reconfigures, pipeline
 
@@ -470,14 +470,17 @@ def fit(devices: int, rolling: Any) -> Any:
     return state(model), calls, metrics, state(drained)
 
 
-def fit_resumable(rank: int) -> None:
+def fit_resumable(rank: int, known_by: str) -> None:
     strategy = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
-    pipeline(2, 2, strategy).fit(Net(), ResumableLoader(Net, 48, 8))
+    source = ResumableLoader(Net, 48, 8)
+    data: Any = source if known_by == "ResumableLoader" else Positions(source)
+    pipeline(2, 2, strategy).fit(Net(), data)
 
 
-def test_each_process_names_the_dataloader_whose_position_is_saved(tmp_path: Path) -> None:
-    for outcome in processes.run(2, fit_resumable, folder=tmp_path):
-        assert outcome.error is not None and "the ResumableLoader saves its position" in outcome.error
+@pytest.mark.parametrize("known_by", ["ResumableLoader", "Positions"])
+def test_each_process_names_what_saves_the_position_of_the_data(known_by: str, tmp_path: Path) -> None:
+    for outcome in processes.run(2, fit_resumable, known_by, folder=tmp_path):
+        assert outcome.error is not None and f"the {known_by} saves its position" in outcome.error
 
 
 def fit_frozen(devices: int) -> list[dict[str, Tensor]]:
