@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -330,7 +330,7 @@ class Holdings:
 
     def _load_optimizers(self) -> None:
         for optimizer, state in zip(self._optimizers(), self._unloaded, strict=False):
-            load_present_state(optimizer, state["state"])
+            load_present_state(optimizer, state)
         self._unloaded = ()
         if self.shards is not None:
             self.shards.assign(self._optimizers())
@@ -496,11 +496,12 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
         own = ensemble.optimizers.of(number - first)
         for optimizer, saved in zip(own, state["optimizers"][number - 1], strict=True):
             optimizer.state.clear()
-            load_present_state(optimizer, saved["state"])
+            load_present_state(optimizer, saved)
     if ensemble.averager.outer is not None and "outer_optimizer" in state:
         saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.models.reference)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
-        load_present_state(ensemble.averager.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
+        entries = {numbers[old]: entry for old, entry in saved["state"].items()}
+        load_present_state(ensemble.averager.outer, {**saved, "state": entries})
     own_active = [min(size, max(0, active - first)) for active in state["active"]]
     ensemble.averager.load_state_dict({**state, "active": own_active})
 
@@ -511,30 +512,24 @@ def _held(ensemble: Ensemble, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(own[name].device, copy=True) for name, tensor in saved.items() if name in own}
 
 
-def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
+def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load the states of the parameters that have contents here, possibly during a step.
 
-    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers.
+    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers. So another
+    object loads them, which shares all else with the optimizer.
 
     Args:
         optimizer: optimizer over all parameters.
-        states: state of each parameter, by its number.
+        saved: its state dict, in which ``state`` has the state of each parameter by its number.
     """
-    parameters = parameters_in(optimizer)
-    for number, state in states.items():
-        parameter = parameters[number]
-        if not parameter.is_meta:
-            optimizer.state[parameter] = {name: _copied_for(parameter, name, value) for name, value in state.items()}
-
-
-def _copied_for(parameter: Tensor, name: str, value: Any) -> Any:
-    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; the step counter keeps its device."""
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    if name == "step":
-        return value.clone()
-    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
-    return value.to(parameter.device, dtype, copy=True)
+    parameters, numbers = parameters_in(optimizer), itertools.count()
+    present = {number: entry for number, entry in saved["state"].items() if not parameters[number].is_meta}
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    reader = object.__new__(type(optimizer))
+    vars(reader).update(vars(optimizer))
+    reader.load_state_dict({**saved, "state": present, "param_groups": groups})
+    for parameter in (parameters[number] for number in present):  # copied, since memory may be mapped from a file
+        optimizer.state[parameter] = tree.map_tensors(Tensor.clone, reader.state.pop(parameter))
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from benchmarks import memory
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.strategy.checkpoint_files import load_shards
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
@@ -242,6 +244,41 @@ def test_a_module_on_meta_loads_what_its_hooks_make_of_a_checkpoint(kind: type[M
         model = kind()
     pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "old.ckpt", verbose=False)
     assert_same_parameters(saved, model)
+
+
+class Packs(torch.optim.AdamW):
+    """Has its averages in one entry of checkpoints, as optimizers in 8 bits of bitsandbytes do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = super().state_dict()
+        packed = {n: {"step": s["step"], "packed": [s["exp_avg"], s["exp_avg_sq"]]} for n, s in whole["state"].items()}
+        return {**whole, "state": packed}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        states = {}
+        for number, state in state_dict["state"].items():
+            first, second = state["packed"]
+            states[number] = {"step": state["step"], "exp_avg": first, "exp_avg_sq": second}
+        super().load_state_dict({**state_dict, "state": states})
+
+
+class Packing(MLP):
+    def configure_optimizers(self) -> Any:
+        return Packs(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pipelines": 2, "averaging": Averaging(save_models=True)}])
+def test_an_optimizer_loads_its_states_by_its_own_method(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    through = Packing()
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    runner = pipeline(2, strategy=options, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
+    runner.fit(through, loader(MLP, 64, 8))
+    half = tmp_path / f"step={runner.global_step // 2}.ckpt"
+    with torch.device("meta"):
+        resumed = Packing()
+    pipeline(2, strategy=options, max_epochs=2).fit(resumed, loader(MLP, 64, 8), ckpt_path=half)
+    assert_same_parameters(through, resumed)
 
 
 def work(folder: Path) -> dict[str, Any]:
