@@ -90,7 +90,7 @@ def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # n
     size = _num_samples(batch, expected)
     if size is None:
         size = next((len(tensor) for tensor in tree.tensors(batch) if not tensor.is_nested and tensor.ndim > 0), 1)
-    return [MicroBatch(0, _own(batch), size, 1.0)]
+    return [MicroBatch(0, _distinct(tree.map_tensors(lambda tensor: tensor, batch)), size, 1.0)]
 
 
 def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_microbatches: int) -> list[MicroBatch]:
@@ -178,23 +178,26 @@ def _num_samples(batch: Any, expected: Expected = Expected()) -> int | None:  # 
     return None if found is None else found[0]
 
 
-def _own(batch: Any) -> Any:
-    """Return a batch in containers of its own, in which no tensor comes twice, as it arrives in another process."""
+def _distinct(batch: Any) -> Any:
+    """Return a batch in which no tensor object comes twice, as it arrives in another process."""
+    tensors = tree.tensors(batch)
+    if len({*map(id, tensors)}) == len(tensors):
+        return batch
     seen: set[int] = set()
 
-    def distinct(tensor: Tensor) -> Tensor:
+    def once(tensor: Tensor) -> Tensor:
         is_new = id(tensor) not in seen
         seen.add(id(tensor))
-        return tensor if is_new else tensor.view_as(tensor)
+        return tensor if is_new else tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
 
-    return tree.map_tensors(distinct, batch)
+    return tree.map_tensors(once, batch)
 
 
 def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatch]:
     shares = sizes if sum(sizes) else [1] * len(sizes)  # no sample at all: equal weights
     total = sum(shares)
     return [
-        MicroBatch(i, _own(part), size, share / total)
+        MicroBatch(i, _distinct(part), size, share / total)
         for i, (part, size, share) in enumerate(zip(parts, sizes, shares, strict=True))
     ]
 
