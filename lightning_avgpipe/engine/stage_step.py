@@ -45,6 +45,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.random_streams import seed_host
 
 _TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
@@ -87,7 +88,8 @@ def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ..
     """
     tensors: list[Tensor] = []
     structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
-    attributes = [id(tensor) if vars(tensor) else 0 for tensor in tensors]  # these are not compared: each is followed
+    # what users have added to tensors is not compared: such a micro-batch has a form of its own
+    attributes = [object() if vars(tensor) and not isinstance(tensor, Absent) else None for tensor in tensors]
     tensors += part.received
     return tensors, (list(map(description, tensors)), attributes, structure, part.entries, part.attested)
 

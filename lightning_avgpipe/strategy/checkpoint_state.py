@@ -75,7 +75,7 @@ class CheckpointState:
 
     def end(self) -> None:
         """Drop the deployment, since the run has ended."""
-        self._deployment = None
+        self._deployment, self.drain = None, noop
 
     def weights(self) -> dict[str, Any]:
         """Return, on rank 0, the weights of all stages; for a distributed checkpoint this process's own.
@@ -227,15 +227,18 @@ def _keeping_what_arrives(module: nn.Module, loaded: dict[str, Any]) -> Abstract
     Hooks, and methods that modules override, may have renamed or converted it since it was read.
     """
     paths = {id(submodule): path for path, submodule in module.named_modules()}
-    load = nn.Module._load_from_state_dict
+    load, visited = nn.Module._load_from_state_dict, set[int]()
 
-    def keep(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        load(self, state_dict, prefix, *args)
+    def keep(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        load(self, state_dict, prefix, *args, **kwargs)
         for leaf, tensor in (*self._parameters.items(), *self._buffers.items()):
             if tensor is not None and tensor.is_meta and id(self) in paths:
                 name = joined(paths[id(self)], leaf)
-                loaded.pop(name, None)
-                loaded.update({name: state_dict[prefix + leaf]} if prefix + leaf in state_dict else {})
+                if id(self) not in visited:  # it may come once more under another name
+                    loaded.pop(name, None)
+                if prefix + leaf in state_dict:
+                    loaded[name] = state_dict[prefix + leaf]
+        visited.add(id(self))
 
     return replaced(nn.Module, "_load_from_state_dict", keep)
 

@@ -28,6 +28,7 @@ from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
     RunningStage,
+    TrainerFn,
     _Stateful,
     is_overridden,
     pl,
@@ -159,8 +160,10 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
     """
     if cluster.group.world_size == 1:
         return dataloader
-    saves = saves_position(dataloader, trainer)
-    facts = sized_len(dataloader), isinstance(dataloader, _Stateful), saves, expected_batches(dataloader)
+    resumable = isinstance(dataloader, _Stateful)
+    # a datamodule's position is that of training
+    saves = saves_position(dataloader, trainer) if resumable or trainer.state.fn == TrainerFn.FITTING else ""
+    facts = sized_len(dataloader), resumable, saves, expected_batches(dataloader)
     length, resumable, saves, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
     if saves and cluster.stage_map.reader != 0:
         raise ConfigurationError(

@@ -111,6 +111,7 @@ class ParallelModels:
 
     def add_to_sums(self) -> None:
         """Let the next batch of a step add to gradients that are summed already. Every process calls it."""
+        self._before_step = None  # the batch before had no step
         if self._are_summed:
             self._are_summed = False
             self._deployment.parallel.count_copied_gradients_once()

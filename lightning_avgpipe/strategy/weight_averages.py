@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.deployment import Deployment
@@ -46,6 +46,12 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
             state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
         return state
 
+    mean = callback._avg_fn  # which may be the user's, and read numbers
+
+    def mean_of_present(averaged: Tensor, *others: Any) -> Tensor:
+        return averaged if averaged.is_meta else mean(averaged, *others)
+
+    yield callback, "_avg_fn", mean_of_present
     for name in ("update_parameters", "transfer_weights"):
         yield callback, name, _on_part(getattr(callback, name), module, lambda: callback._average_model)
     yield callback, "state_dict", whole_state_dict
@@ -71,10 +77,7 @@ def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment)
 
 
 def _on_part(function: Callable[..., Any], module: nn.Module, copy: Callable[[], nn.Module]) -> Callable[..., Any]:
-    """Return a function before which a copy of a module gives up the parameters that the module has given up.
-
-    What the function does with those on meta is nothing then.
-    """
+    """Return a function before which a copy of a module gives up the parameters that the module has given up."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

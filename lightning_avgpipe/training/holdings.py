@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -515,8 +516,9 @@ def _held(ensemble: Ensemble, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load the states of the parameters that have contents here, possibly during a step.
 
-    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers. So another
-    object loads them, which shares all else with the optimizer.
+    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers. So where a
+    class has a method of its own, another object loads them by it, which shares all else with the optimizer. Of one
+    that wraps another optimizer, both of which share their states, the entries are copied as they are.
 
     Args:
         optimizer: optimizer over all parameters.
@@ -524,12 +526,28 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     parameters, numbers = parameters_in(optimizer), itertools.count()
     present = {number: entry for number, entry in saved["state"].items() if not parameters[number].is_meta}
+    wraps = any(isinstance(unwrapped(value), Optimizer) for value in vars(optimizer).values())
+    if wraps or type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        for number, entry in present.items():
+            parameter = parameters[number]
+            optimizer.state[parameter] = {name: _copied_for(parameter, name, value) for name, value in entry.items()}
+        return
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     reader = object.__new__(type(optimizer))
     vars(reader).update(vars(optimizer))
     reader.load_state_dict({**saved, "state": present, "param_groups": groups})
     for parameter in (parameters[number] for number in present):  # copied, since memory may be mapped from a file
         optimizer.state[parameter] = tree.map_tensors(Tensor.clone, reader.state.pop(parameter))
+
+
+def _copied_for(parameter: Tensor, name: str, value: Any) -> Any:
+    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; the step counter keeps its device."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step":
+        return value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype, copy=True)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

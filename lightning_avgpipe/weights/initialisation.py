@@ -216,7 +216,7 @@ class Origin:
             if leaf not in blank or not tensor.numel():
                 continue
             before, version = blank[leaf]
-            unwritten = tensor is before and version_of(tensor) == version
+            unwritten = tensor is before and version_of(tensor) == version and not tensor.any()  # .data has no version
             if bool(tensor.isnan().any()) if tensor.is_floating_point() else unwritten:
                 raise ConfigurationError(
                     f"Initialising {type(shadow).__name__} '{path}' left numbers in '{leaf}' unset: its "

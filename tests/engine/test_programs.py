@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_avgpipe.engine import stage_step
 from lightning_avgpipe.engine.part import Part, Replayed
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.errors import StepChangedError
+from tests import processes
 from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.trainers import pipeline, twins
@@ -63,6 +65,24 @@ class Logged(MLP):
 def test_a_step_is_followed_as_often_as_was_asked_for(static: Any, runs: int, followed: list[int]) -> None:
     trained(Logged(), static_step=static)
     assert sorted(followed) == [0] * runs + [1] * runs
+
+
+def times_followed() -> int:
+    """How often this process follows a micro-batch, one of two that have a stage each."""
+    stages: list[int] = []
+
+    def counted(part: Part, *args: Any) -> Replayed:
+        stages.append(part.program.stage)
+        return replay(part, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_step, "replay", counted)
+        trained(Logged(), trainer={"devices": 2})
+    return len(stages)
+
+
+def test_a_process_that_has_a_part_of_the_batch_repeats_too(tmp_path: Path) -> None:
+    assert processes.everywhere(2, times_followed, folder=tmp_path) == [FIRST + BATCHES - 1] * 2
 
 
 class Named(MLP):

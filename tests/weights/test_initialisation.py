@@ -148,6 +148,12 @@ class Positions(Forgetful):
             torch.arange(4, out=self.positions)
 
 
+class ByData(Positions):
+    def reset_parameters(self) -> None:
+        self.scale.data.fill_(1)
+        self.positions.data.copy_(torch.arange(4))
+
+
 class Masked(Forgetful):
     def __init__(self) -> None:
         super().__init__()
@@ -168,11 +174,13 @@ def test_integers_and_flags_that_nothing_initialises_are_named(kind: type[nn.Mod
 def test_integers_are_initialised_or_loaded_or_have_contents() -> None:
     with torch.device("meta"):
         module = nn.ModuleDict({"initialised": Positions(knows=True), "loaded": Masked(), "here": Positions()})
+        module["by_data"] = ByData()
     module["here"].positions = torch.arange(4)
     mask = torch.eye(4, dtype=torch.bool)
     origin = Origin(module, 1, torch.device("cpu"), {"loaded.mask": mask})
     origin.fill_buffers()
     assert torch.equal(module["initialised"].positions, torch.arange(4))
+    assert torch.equal(module["by_data"].positions, torch.arange(4))
     assert torch.equal(module["loaded"].mask, mask)
     scales = origin.tensors([f"{name}.scale" for name in module])
     assert all(torch.equal(scale, torch.ones(8)) for scale in scales.values())
@@ -231,7 +239,22 @@ class RenamedByOverride(MLP):
         return self.layers.load_state_dict(own, strict, assign)
 
 
-@pytest.mark.parametrize("kind", [Renamed, RenamedByOverride])
+class RenamedByLayer(MLP):
+    """A layer converts what it loads, and hands it on by keywords."""
+
+    class Layer(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+            Renamed.convert(state_dict, prefix)
+            names = ("strict", "missing_keys", "unexpected_keys", "error_msgs")
+            given = {"state_dict": state_dict, "prefix": prefix, "local_metadata": local_metadata}
+            super()._load_from_state_dict(**given, **dict(zip(names, args, strict=True)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = self.Layer(8, 8)
+
+
+@pytest.mark.parametrize("kind", [Renamed, RenamedByOverride, RenamedByLayer])
 def test_a_module_on_meta_loads_what_its_hooks_make_of_a_checkpoint(kind: type[MLP], tmp_path: Path) -> None:
     saved = MLP()
     runner = pipeline(2, max_epochs=1)
@@ -243,6 +266,31 @@ def test_a_module_on_meta_loads_what_its_hooks_make_of_a_checkpoint(kind: type[M
     with torch.device("meta"):
         model = kind()
     pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "old.ckpt", verbose=False)
+    assert_same_parameters(saved, model)
+
+
+class Shared(MLP):
+    """Has one layer under two names."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.layers[0]
+
+
+def test_a_module_on_meta_loads_a_layer_by_either_of_its_names(tmp_path: Path) -> None:
+    saved = Shared()
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(saved, loader(MLP, 8, 8))
+    runner.save_checkpoint(tmp_path / "both.ckpt", weights_only=True)
+    checkpoint = torch.load(tmp_path / "both.ckpt")
+    state = checkpoint["state_dict"]
+    checkpoint["state_dict"] = {name: tensor for name, tensor in state.items() if not name.startswith("again.")}
+    torch.save(checkpoint, tmp_path / "one.ckpt")
+    with torch.device("meta"):
+        model = Shared()
+    pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "one.ckpt", verbose=False)
     assert_same_parameters(saved, model)
 
 
@@ -262,21 +310,43 @@ class Packs(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": states})
 
 
-class Packing(MLP):
+class Wraps(torch.optim.Optimizer):
+    """Steps by another optimizer, whose groups and states are its own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.base = torch.optim.AdamW(parameters, lr)
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self.base.param_groups, self.base.state = self.param_groups, self.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+class Stepping(MLP):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.save_hyperparameters(ignore="kind")
+
     def configure_optimizers(self) -> Any:
-        return Packs(self.parameters(), lr=1e-2)
+        return self.kind(self.parameters(), lr=1e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pipelines": 2, "averaging": Averaging(save_models=True)}])
-def test_an_optimizer_loads_its_states_by_its_own_method(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Packs, Wraps])
+def test_an_optimizer_resumes_with_its_states(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(3)
-    through = Packing()
+    through = Stepping(kind)
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     runner = pipeline(2, strategy=options, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
     runner.fit(through, loader(MLP, 64, 8))
     half = tmp_path / f"step={runner.global_step // 2}.ckpt"
     with torch.device("meta"):
-        resumed = Packing()
+        resumed = Stepping(kind)
     pipeline(2, strategy=options, max_epochs=2).fit(resumed, loader(MLP, 64, 8), ckpt_path=half)
     assert_same_parameters(through, resumed)
 
