@@ -256,7 +256,9 @@ class _Follower(_Mirror):
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):  # the reader knows the position
             raise AttributeError(name)
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        # Lightning's wrapper knows which samples are in a batch, but only where it is read
+        return getattr(value, "_batch_sampler", value) if name == "batch_sampler" else value
 
 
 def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ def placed(rank: int | None) -> Any:
     fast, slow = 1e12, 1e3
     bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]
     spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "links": Links(bandwidth=bandwidth)}
-    strategy = AvgPipeStrategy(num_microbatches=5, **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
+    strategy = AvgPipeStrategy(num_microbatches=5, costs="flops", **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
     runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), MLP()
     runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
     plan = strategy.plan
