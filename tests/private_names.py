@@ -310,6 +310,7 @@ _RUNS = (
     Private(f"{_FABRIC}.imports._IS_INTERACTIVE", "whether a notebook runs"),
     Private(f"{_CALLBACKS}.BaseFinetuning.filter_on_optimizer", "replaced: not by contents", "optimizer params"),
     Private(f"{_CALLBACKS}.StochasticWeightAveraging._average_model", "is divided as the weights are"),
+    Private(f"{_CALLBACKS}.StochasticWeightAveraging._avg_fn", "replaced: not of what is on meta"),
     Private(f"{_CALLBACKS}.ThroughputMonitor._throughputs", "count groups"),
     Private(f"{_AVERAGES}._average_model", "the same", versions=">=2.6"),
     Private(f"{_AVERAGES}._swap_models", "replaced: the same", "pl_module", ">=2.6"),
