@@ -357,6 +357,7 @@ def form_of(outcome: OperationResult) -> Any:
 
 
 def _form(result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return what can be read of a result, and of the tensors in it, besides the numbers of these."""
     looks = list(map(description, tensors))
     if type(result) is Tensor:
         return looks

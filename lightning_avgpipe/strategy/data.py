@@ -157,6 +157,9 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
     dataset may end at any batch.
+
+    Raises:
+        ConfigurationError: rank 0 saves the position of data that another process reads.
     """
     if cluster.group.world_size == 1:
         return dataloader
