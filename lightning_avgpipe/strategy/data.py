@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, default_collate
 
@@ -27,6 +29,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
+    CombinedLoader,
     RunningStage,
     TrainerFn,
     _Stateful,
@@ -36,7 +39,11 @@ from lightning_avgpipe.utils.lightning import (
     sized_len,
 )
 from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.random_streams import RandomState
+from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
+
+_HOST = torch.device("cpu")
 
 
 class _End:
@@ -68,8 +75,8 @@ class Distributor:
     def readable_ahead(self, dataloader: Any) -> float:
         """Return up to which number of batches of a dataloader each may be read before the one before it is used.
 
-        The running loop may take less than there are, and reading a batch that it does not take would draw random
-        numbers that one device does not draw. Data whose position is saved must not be ahead of the training then.
+        The running loop may take less than there are, and nothing is read that it does not take. Data whose position is
+        saved must not be ahead of the training then.
         """
         if not self.early or hasattr(dataloader, "state_dict") or saves_position(dataloader, self._trainer):
             return 0
@@ -77,8 +84,6 @@ class Distributor:
         # those of the iterator count batches, also where a step of several models takes one for each
         if combined is None or combined._iterator is None or combined._iterator.limits is None:
             return math.inf
-        if len(combined.flattened) > 1 and combined._mode != "sequential":
-            return 0  # they read in turns, and draw from one generator
         limits = zip(combined.flattened, combined._iterator.limits, strict=True)
         return next((limit for one, limit in limits if one is dataloader), math.inf)
 
@@ -161,6 +166,8 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
     Raises:
         ConfigurationError: rank 0 saves the position of data that another process reads.
     """
+    if isinstance(dataloader, _Mirror):  # an earlier run has left it in a CombinedLoader of the user's
+        dataloader = vars(dataloader)["_dataloader"]
     if cluster.group.world_size == 1:
         return dataloader
     resumable = isinstance(dataloader, _Stateful)
@@ -189,10 +196,22 @@ def class_of(dataloader: Any) -> type:
 
 
 class _Mirror:
-    """A dataloader in place of this process's own one, whose attributes it has."""
+    """A dataloader in place of this process's own one, whose attributes it has.
+
+    Lightning's loops run on all processes alike, so they get the batches of one stream. User code that iterates it, as
+    a hook may on one process only, reads the process's own dataloader.
+    """
 
     def __init__(self, dataloader: Any, distributor: Callable[[], Distributor], length: int | None = None) -> None:
         vars(self).update(_dataloader=dataloader, _distributor=distributor, _length=length, _stream=None)
+
+    def __iter__(self) -> Iterator[Any]:
+        asked_by = sys._getframe(1).f_globals.get("__name__")
+        return self._streamed() if asked_by == CombinedLoader.__module__ else iter(vars(self)["_dataloader"])
+
+    def _streamed(self) -> Iterator[Any]:
+        """Return an iterator over the batches of a new stream."""
+        raise NotImplementedError
 
     def _begun(self) -> tuple[Distributor, int]:
         """Begin a stream of batches instead of the last one."""
@@ -212,7 +231,7 @@ class _Mirror:
 class _Reader(_Mirror):
     """The reader's dataloader, which sends each batch and the end to other processes."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def _streamed(self) -> Iterator[Any]:
         # the iterator is made at once, as on one device, since making it starts workers and draws random numbers
         return self._passed_on(iter(self._dataloader))
 
@@ -229,14 +248,36 @@ class _Reader(_Mirror):
         for number in itertools.count(1):
             if batch is _End:
                 break
-            following = pass_on(next(batches, _End)) if number < limit else None
+            following = pass_on(next(batches, _End)) if 1 < number < limit else None
             distributor.batch_stream.accept(passed)
             yield batch
+            if number == 1:
+                second, affects = _read_watched(batches, batch)
+                following = pass_on(second)
+                limit = 0 if affects else limit
             batch, passed = following or pass_on(next(batches, _End))
         distributor.batch_stream.accept(passed)
 
     def __len__(self) -> int:
         return len(vars(self)["_dataloader"])  # which raises a TypeError where there is no length
+
+
+def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:
+    """Read the second batch of an epoch, which tells whether the next ones may be read ahead.
+
+    It may not if reading draws random numbers, since validations and hooks may draw between two batches, or if it
+    overwrites the memory of the batch before. (With the first batch samplers draw the order of all.)
+
+    Args:
+        batches: batches after the first one.
+        batch: the first one.
+    Returns:
+        The second batch, or the marker of the end, and whether reading it had such an effect.
+    """
+    before, contents = RandomState(_HOST), [tensor.clone() for tensor in tree.tensors(batch)]
+    second = next(batches, _End)
+    overwrites = not all(map(same_contents, contents, tree.tensors(batch)))
+    return second, overwrites or not RandomState(_HOST).is_same(before)
 
 
 class _Follower(_Mirror):
@@ -248,7 +289,7 @@ class _Follower(_Mirror):
             raise TypeError("the dataloader of the process that reads has no length")
         return length
 
-    def __iter__(self) -> Iterator[Any]:
+    def _streamed(self) -> Iterator[Any]:
         distributor, stream = self._begun()
         while True:
             item = distributor.batch_stream.accept(distributor.batch_stream.pass_on(stream))

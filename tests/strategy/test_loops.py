@@ -165,6 +165,17 @@ def validated_on_several(make: Make) -> dict[str, Any]:
     return found
 
 
+def validated_again(make: Make, mode: str) -> dict[str, Any]:
+    """Use one loader in several runs; Lightning puts into it what a run reads."""
+    loaders, model = combined(mode), Several()
+    runner = make(max_epochs=1)
+    runner.fit(model, loader(MLP, 8, 4), loaders)
+    found = {**result(runner, model), "validated": runner.validate(model, loaders, verbose=False)}
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model, loader(MLP, 8, 4), loaders)
+    return {**found, "again": result(runner, model)}
+
+
 def predicted(make: Make) -> dict[str, Any]:
     loaders = CombinedLoader([loader(MLP, 12, 4), loader(MLP, 6, 4, seed=1)], "sequential")
     return {"predictions": make(limit_predict_batches=2).predict(Several(), loaders)}
@@ -200,6 +211,43 @@ class Noisy(Dataset[Any]):
 
 def augmented(make: Make) -> dict[str, Any]:
     return fitted(make, Several(), DataLoader(Noisy(), 8), limit_train_batches=3)
+
+
+def augmented_between_validations(make: Make) -> dict[str, Any]:
+    return fitted(make, Several(), DataLoader(Noisy(), 8), loader(MLP, 8, 4), val_check_interval=2)
+
+
+class Refilled:
+    """A loader of known length that fills the same memory for each batch."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = torch.empty(8, 8), torch.empty(8, 8)
+        for i in range(4):
+            yield inputs.copy_(torch.linspace(i, i + 1, 64).view(8, 8)), targets.copy_(inputs.cos())
+
+
+class ShowsBatches(Several):
+    """Looks at the first batch of validation, as to draw a picture of it; such a hook runs on rank 0 only."""
+
+    def on_validation_epoch_end(self) -> None:
+        inputs, _ = next(iter(self.trainer.val_dataloaders))
+        self.seen.append(inputs.sum().item())
+
+
+class LooksAtData(L.Callback):
+    """Looks at dataloaders between batches of training, on rank 0 alone and on every rank."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            next(iter(trainer.val_dataloaders))
+        next(iter(trainer.train_dataloader))
+
+
+def looked_at(make: Make) -> dict[str, Any]:
+    return fitted(make, ShowsBatches(), loader(MLP, 24, 4), loader(MLP, 8, 4), callbacks=[LooksAtData()])
 
 
 class Samples(Dataset[Any]):
@@ -300,12 +348,16 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     **{source: functools.partial(read_from, source=source) for source in SOURCES},
     "data module": read_from_module,
     "validate several": validated_on_several,
+    "validate again": functools.partial(validated_again, mode="sequential"),
     "predict several": predicted,
     "samplers": sampled,
     "reload": reloaded,
     "overfit": overfitted,
     "limits": limited,
     "augmentation": augmented,
+    "augmentation between validations": augmented_between_validations,
+    "refilled memory": lambda make: fitted(make, Several(), Refilled()),
+    "hooks that read": looked_at,
     "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
 }
