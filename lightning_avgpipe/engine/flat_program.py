@@ -166,7 +166,7 @@ class Instruction:
         made: slots of the tensors that it returns, in order, or of the object.
         node: node of the graph, for a node.
         module: called module, for a call.
-        answer: expected answer, for a question; the pickled object, for an object; the form of the result, for glue.
+        answer: expected answer, for a question; the pickled object, for an object; else the form of the result.
         draw: random stream that begins before it, for glue that may draw.
         form: what a node returned besides numbers, see :func:`form_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
@@ -281,7 +281,7 @@ class FlatProgram:
             else:
                 result = _free(instruction, args, kwargs, runner, part.observe)
                 made = [result] if type(result) is Tensor else tree.tensors(result)
-                if kind == "glue" and _free_form(instruction.module, result, made) != instruction.answer:
+                if kind != "question" and _free_form(instruction.module, result, made) != instruction.answer:
                     raise self._other_form(instruction, bool(own))
             for slot, tensor in zip(instruction.made, made, strict=True):
                 held = slots[slot]
@@ -430,7 +430,7 @@ class ProgramWriter:
 
     def refuse(self, why: str) -> None:
         """Note that there can be no program; the first reason counts."""
-        self.why_not = self.why_not or why
+        self.why_not, self.program = self.why_not or why, None
         self._instructions.clear()
 
     @_writing
@@ -533,7 +533,7 @@ class ProgramWriter:
         """Note a call that has looked at values."""
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
             raise Unwritable(f"{function_name(run)}() tells the step numbers")
-        self._write("observe", run, args, kwargs, result)
+        self._write("observe", run, args, kwargs, result, answer=_free_form(None, result, tree.tensors(result)))
 
     @_writing
     def end(self, replayed: Replayed, complete: bool) -> None:

@@ -20,13 +20,14 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_avgpipe.state.outside import users_classes
+from lightning_avgpipe.state.outside import naming, users_classes
 from lightning_avgpipe.state.snapshot import led_to
 from lightning_avgpipe.utils.source import LIGHTNING_FOLDERS, PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
@@ -65,8 +66,34 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
 # Methods that change their object: those of modules, which lie in neutral files; and others, in a branch that was not
 # taken. Where the latter are called, they are seen.
 _CHANGING = frozenset(
-    ("train", "eval", "requires_grad_", "load_state_dict", "append", "extend", "setdefault", "setattr", "add_module")
-).union(name for name in dir(nn.Module) if name.startswith("register_"))
+    (
+        "train",
+        "eval",
+        "requires_grad_",
+        "load_state_dict",
+        "add_module",
+        "append",
+        "extend",
+        "setdefault",
+        "setattr",
+        "pop",
+        "popitem",
+        "popleft",
+        "appendleft",
+        "extendleft",
+        "insert",
+        "remove",
+        "discard",
+        "clear",
+        "subtract",
+        "write",
+        "writelines",
+        "writerow",
+        "writerows",
+        "put",
+    )
+).union(name for name in dir(nn.Module) if name.startswith("register_"))  # fmt: skip
+_CHANGING_DICTS = ("update", "add")  # the names of methods of metrics and tensors, too
 # Methods that nothing in a step calls by an operator or a statement, or that make the object.
 _NOT_OF_STEPS = frozenset((
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",
@@ -104,6 +131,7 @@ class Purity:
         self.why_not: str | None = "nothing of the step was seen"
         self._module = module
         self._classes = list(dict.fromkeys((*map(type, module.modules()), *users_classes(module))))
+        self._package = type(module).__module__.partition(".")[0]  # the user's own, even if it is installed
         self._known: set[types.CodeType] = set()
         self._within = within
         self._looks = False
@@ -123,7 +151,7 @@ class Purity:
             sys.setprofile(None)
         self._step = None
         for hook in _gradient_hooks(self._module) if self.why_not is None else ():
-            if _is_users(hook):
+            if self._is_users(hook):
                 self.why_not = self.why_not or self._stores(hook.__code__, hook.__globals__)
 
     def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
@@ -138,8 +166,9 @@ class Purity:
             self._judge(frame, event, function)
 
     def _judge(self, frame: types.FrameType, event: str, function: Any) -> None:
-        code = frame.f_code
-        if _origin(frame).startswith(_NEUTRAL) or self._is_of_library(frame):
+        code, path = frame.f_code, _origin(frame)
+        logs = code.co_name == "log_dict" and path.startswith(LIGHTNING_FOLDERS)  # which calls self.log
+        if path.startswith(_NEUTRAL) or logs or self._is_of_library(frame):
             return
         if event == "call":
             self.why_not = self._stores(code, frame.f_globals)
@@ -156,16 +185,37 @@ class Purity:
             return why
         if changing := _CHANGING.intersection(code.co_names):
             return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {min(changing)}()"
+        for (_, held_by, *_), (_, method, _, follows) in pairwise(naming(code)):
+            if (
+                follows
+                and method in _CHANGING_DICTS
+                and any(isinstance(h, (dict, set)) for h in self._held(held_by, names))
+            ):
+                return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {held_by}.{method}()"
         inner = [(part, names) for part in code.co_consts if isinstance(part, types.CodeType)]
         for name in code.co_names:
-            own, held = (getattr(kind, name, None) for kind in self._classes), [names.get(name), *self._values_of(name)]
+            own, held = (getattr(kind, name, None) for kind in self._classes), [*self._held(name, names)]
             for found in (*own, *held, *_implicit(held)):
-                if isinstance(found, types.FunctionType) and _is_users(found):
+                if isinstance(found, types.FunctionType) and self._is_users(found):
                     inner.append((found.__code__, found.__globals__))
         return next((why for part in inner if (why := self._stores(*part)) is not None), None)
 
-    def _values_of(self, name: str) -> Iterator[Any]:
-        return (vars(module)[name] for module in self._module.modules() if name in vars(module))
+    def _changing_dicts(self, code: types.CodeType, names: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the names of methods that code may call of a dict or set that a name of its own holds."""
+        for (_, name, *_), (_, method, _, follows) in pairwise(naming(code)):
+            if follows and method in _CHANGING_DICTS:
+                yield from (method for held in self._held(name, names) if isinstance(held, (dict, set)))
+
+    def _held(self, name: str, names: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield what a global variable and attributes of modules of this name hold."""
+        yield names.get(name)
+        yield from (vars(module)[name] for module in self._module.modules() if name in vars(module))
+
+    def _is_users(self, function: types.FunctionType) -> bool:
+        path = function.__code__.co_filename
+        if path.startswith(_NEUTRAL) or is_standard(path):
+            return False
+        return not is_installed(path) or str(function.__module__).partition(".")[0] == self._package
 
     def _is_of_library(self, frame: types.FrameType) -> bool:
         """Return whether a frame is a library's, and runs in the forward of a module of an installed library.
@@ -195,17 +245,14 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
 
 
 def _implicit(held: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yield the methods that Python may call, without their names, of objects that are reached."""
-    for base in dict.fromkeys(base for obj in led_to(held, _MOST) for base in type(obj).__mro__):
+    """Yield the functions that are reached, and the methods of objects that Python may call without their names."""
+    reached = led_to(held, _MOST)
+    yield from (found for found in reached if isinstance(found, types.FunctionType))
+    for base in dict.fromkeys(base for obj in reached for base in type(obj).__mro__):
         for name, method in vars(base).items():
             is_implicit = name.startswith("__") and name.endswith("__") and name not in _NOT_OF_STEPS
             if is_implicit and isinstance(method, types.FunctionType):
                 yield method
-
-
-def _is_users(function: types.FunctionType) -> bool:
-    path = function.__code__.co_filename
-    return not (path.startswith(_NEUTRAL) or _is_of_library(path))
 
 
 def _is_of_library(path: str) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -339,6 +340,9 @@ class _Replayer(StepTracer):
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
         self._writer.refuse("it does something else than when it was captured")
+        received, values = self._program.receives, self._program.graph.values
+        storages = Counter(values[number].storage for number in received)  # each has arrived in memory of its own
+        shared |= {number for number in received if storages[values[number].storage] > 1}
         return Detour(self._program, self.known, self._owned, self._before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:

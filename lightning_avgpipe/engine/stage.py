@@ -119,8 +119,8 @@ class Stage:
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
-        # only for weights that do not change within an iteration; compiled code casts its own
-        constant = weights.constant and not self._step.rewritten.parameters()
+        # only for weights that do not change within an iteration, by a hook either; compiled code casts its own
+        constant = weights.constant and execution.static is not False and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}

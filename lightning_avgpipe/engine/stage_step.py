@@ -12,6 +12,7 @@ static step, which only its author can declare, iterations 2, 3, ... follow noth
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,17 +40,19 @@ from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.stage_values import SkippedCalls
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten, registers_of
 from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.outside import assigned_names, names_in, users_classes
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.random_streams import seed_host
+from lightning_avgpipe.utils.torch_compat import version_of
 
-_TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
-_AUDITED_EVERY = 64  # iterations
+_AUDITED_EVERY = 64  # iterations; in such a one all micro-batches are followed and compared
 _MOST_FORMS = 8  # of micro-batches that get programs in an iteration
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -132,10 +135,10 @@ class Programs:
     ) -> None:
         self.static = static is True
         self.why_not: str | None = None
-        self._stage = program.stage
+        self._program = program
         self._module, self._context = module, context
         self._iteration = 0
-        self._audits = True
+        self._audits, self._agreed = True, False  # whether two programs of one form were compared, and equal
         self._written: list[tuple[Any, FlatProgram]] = []  # with their forms
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
@@ -144,7 +147,8 @@ class Programs:
     def begin(self) -> None:
         """Begin an iteration: drop the programs of earlier ones, unless the step is static."""
         self._iteration += 1
-        self._audits = self._iteration <= _TRUSTED_AFTER or self._iteration % _AUDITED_EVERY == 0
+        trusted = self._agreed or (self.static and self._iteration > 1)
+        self._audits = not trusted or self._iteration % _AUDITED_EVERY == 0
         if self._audits or not self.static:
             self._written.clear()
 
@@ -166,9 +170,9 @@ class Programs:
         """
         if (changed := self._read_in_part.changed()) is not None:
             raise StepChangedError(
-                f"a submodule of stage {self._stage} changes {changed}, which it did not do with the first micro-batch "
-                "of this batch, and which the step reads between submodules. Let every micro-batch change it (by "
-                "nothing, if need be), or set static_step=False, so that each one is followed"
+                f"a submodule of stage {self._program.stage} changes {changed}, which it did not do with the first "
+                "micro-batch of this batch, and which the step reads between submodules. Let every micro-batch change "
+                "it (by nothing, if need be), or set static_step=False, so that each one is followed"
             )
 
     def _of(self, form: Any) -> list[FlatProgram]:
@@ -176,9 +180,19 @@ class Programs:
 
     def writer(self) -> ProgramWriter:
         """Return a writer for the micro-batch that is followed now."""
+        if not self.static and self._named_and_assigned:
+            self.end(f"it names '{min(self._named_and_assigned)}', which a submodule assigns")
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return UNUSED
         return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
+
+    @functools.cached_property
+    def _named_and_assigned(self) -> frozenset[str]:
+        """The names in code between units to which units assign: such code may read what each micro-batch changes."""
+        graph, module = self._program.graph, self._module
+        units = {inner for path in graph.units for inner in module.get_submodule(path).modules()}
+        between = [getattr(module, graph.step), *(m.forward for m in module.modules() if m not in units)]
+        return names_in(between, users_classes(module)) & assigned_names(map(type, units))
 
     def keep(self, form: Any, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -189,14 +203,16 @@ class Programs:
         before = next((other for other in self._of(form) if other.answers == program.answers), None)
         if before is None:
             self._written.append((form, program))
-        elif before != program:
+        elif before == program:
+            self._agreed = True
+        else:
             self.end("it does something else with each micro-batch")
 
     def end(self, why: str) -> None:
         """Note why there can be no programs from now on."""
         self.why_not = why
         self._written.clear()
-        _log.info("stage %d follows the Python of the step for each micro-batch: %s", self._stage, why)
+        _log.info("stage %d follows the Python of the step for each micro-batch: %s", self._program.stage, why)
 
 
 class StageStep:
@@ -244,6 +260,9 @@ class StageStep:
         self._answers = SkippedCalls(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
+        called = (name for name, _ in module.named_buffers() if nearest(name, program.called))
+        self._buffers = registers_of(module, called)
+        self._versions: list[tuple[int, int]] = []  # of these, when the iteration began
         self.rewritten = Rewritten(program, module)
         self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
@@ -252,6 +271,7 @@ class StageStep:
         """Begin an iteration whose actions run on this stream."""
         self.stream = stream
         self._programs.begin()
+        self._versions = self._versions_now()
         self._unforeseen.begin_iteration()
         if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
@@ -297,7 +317,9 @@ class StageStep:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(given)
                 replayed = replay(part, self._context_now(copies), writer, self._answers)
-            self._began_on_host |= replayed.began_on_host
+            if replayed.began_on_host:
+                self._began_on_host = True
+                writer.refuse("it draws from Python's or NumPy's generators")
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         if writer is not UNUSED:
@@ -318,12 +340,18 @@ class StageStep:
         Raises:
             StepChangedError: it has.
         """
-        if other.leaves or self._graph.changed_by_units or self._graph.written_tensors:
+        changes = self._graph.changed_by_units or self._graph.written_tensors
+        if other.leaves or changes or self._versions != self._versions_now():
             raise StepChangedError(
                 f"{other.instruction} returned something of another form (a shape, a flag, a structure) than with the "
                 "first micro-batch of this batch, when the step had logged, or changed what lasts. Return the same "
                 "form for every micro-batch, or set static_step=False, so that each one is followed"
             ) from None
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        """Return identity and version of each buffer of this stage's units, which may have begun to change them."""
+        held = [register.get(name) for register, name in self._buffers.values()]
+        return [(id(buffer), version_of(buffer)) for buffer in held]
 
     def _run_program(
         self, program: FlatProgram, tensors: Sequence[Tensor], part: Part, around: AbstractContextManager[None]

@@ -69,6 +69,16 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
     return frozenset(name for code in users_code(functions, classes) for name in (*code.co_names, *code.co_freevars))
 
 
+def assigned_names(classes: Iterable[type]) -> frozenset[str]:
+    """Return the names of attributes and global variables that methods of module classes assign, after ``__init__``."""
+    bases = dict.fromkeys(base for kind in classes for base in kind.__mro__)
+    own = (base for base in bases if base is not nn.Module and issubclass(base, nn.Module))
+    methods = (held for base in own for name, held in vars(base).items() if name != "__init__")
+    found = (f.__code__ for f in map(_bare, methods) if isinstance(f, types.FunctionType))
+    named = (entry for outer in found for code in codes(outer) for entry in naming(code))
+    return frozenset(name for operation, name, *_ in named if operation in ("STORE_ATTR", "STORE_GLOBAL"))
+
+
 def users_code(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -> Iterator[types.CodeType]:
     """Yield the code of functions, and of the user's functions that they call.
 
@@ -225,7 +235,7 @@ class _Reached:
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # the Python module that was loaded last, whose attribute may follow
-        for operation, name, offset, follows in _naming(code):
+        for operation, name, offset, follows in naming(code):
             module, before = before if follows else None, None
             if operation.startswith("LOAD_"):
                 self.loads[name].add((code, offset))
@@ -260,7 +270,7 @@ _OF_ENCLOSED = ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_
 
 
 @functools.cache
-def _naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
+def naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
     """Return the instructions that name something: operation, name, offset, and whether another one is just before.
 
     Disassembling takes most of the time of a search, and each step searches the same code.

@@ -220,4 +220,5 @@ def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> 
         values.add(metric, value, args, kwargs)
         return value
 
+    note.__name__ = type(metric).__name__  # as messages call it
     return note

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comparing import assert_same_gradients
 from tests.driver import Engine, accumulate
+from tests.models import MLP
+from tests.trainers import both, loaders
 
 WIDTH, NUM_MICROBATCHES = 8, 4
 
@@ -99,6 +101,23 @@ def test_a_weight_is_cast_once_in_an_iteration_and_again_in_the_next(batch: Tens
         with Counted() as counted:
             engine.train(batch, iteration=iteration)
         assert counted.casts == 3
+
+
+class Clipped(MLP):
+    """Clips its weights where gradients are cleared, in a way that no version shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -0.6, 0.6)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+def test_weights_that_a_hook_changes_between_micro_batches_are_cast_as_ever() -> None:
+    both(Clipped, loaders(Clipped, 16), precision="bf16-mixed", max_epochs=1, strategy={"verify": False})
 
 
 @pytest.mark.parametrize("layer", [Limited, Mapped])

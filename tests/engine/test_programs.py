@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -308,6 +309,41 @@ class Branches(Logged):
         self.count += 1
 
 
+class CountsLate(Logged):
+    """Counts micro-batches in later batches only, in a way that no store of its own shows.
+
+    Args:
+        count: counts in a list, dict or set.
+    """
+
+    def __init__(self, count: Callable[[CountsLate], object], holds: Any = None) -> None:
+        super().__init__()
+        self.count, self.seen = count, holds
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx > 1:
+            self.count(self)
+        return loss
+
+
+class Dispatches(Logged):
+    """Counts later only, by a function that a dict leads to."""
+
+    mode, calls = "first", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = {"first": lambda loss: loss, "later": self.weigh}
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        self.calls += 1
+        return loss / self.calls
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.ways[self.mode](super().training_step(batch, batch_idx))
+
+
 class Timed(Logged):
     """Counts later only, by what Python calls of an object that the step names."""
 
@@ -361,22 +397,87 @@ class Cooling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls > self.begins:
-            self.factor *= 0.9
+            self.cool()
         return super().forward(x)
+
+    def cool(self) -> None:
+        vars(self)["factor"] = 0.9 * self.factor
+
+
+class CoolingByName(Cooling):
+    """Assigns the number, as its code shows."""
+
+    def cool(self) -> None:
+        self.factor *= 0.9
+
+
+class CoolingByDict(Cooling):
+    """Keeps the number in a dict."""
+
+    def __init__(self, micro_batch: int) -> None:
+        super().__init__(micro_batch)
+        self.numbers = {"factor": 1.0}
+
+    def cool(self) -> None:
+        self.numbers["factor"] *= 0.9
+
+    @property
+    def factor(self) -> float:  # type: ignore[override]
+        return self.numbers["factor"]
 
 
 class ReadsFactor(Logged):
-    def __init__(self, layer: int, micro_batch: int) -> None:
+    """Multiplies its loss by the number of a layer, from the first batch on or from a later one."""
+
+    def __init__(self, layer: int, cooling: Cooling, begins: int = 0) -> None:
         super().__init__()
-        self.layers[layer] = self.cooling = Cooling(micro_batch)
+        self.layers[layer] = self.cooling = cooling
+        self.begins = begins
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * self.cooling.factor
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.cooling.factor if batch_idx >= self.begins else loss
 
 
-@pytest.mark.parametrize(("layer", "micro_batch"), [(1, 0), (7, 0), (1, 2)])
-def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(layer: int, micro_batch: int) -> None:
-    followed = ReadsFactor(layer, micro_batch)
+class Mixes(Logged):
+    """Begins late to draw from NumPy's generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        if batch_idx > 1:
+            x = x + np.random.beta(0.8, 0.8)
+        return super().training_step((x, target), batch_idx)
+
+
+def test_what_is_drawn_late_is_drawn_for_every_micro_batch() -> None:
+    models = twins(Mixes)
+    for model, static in zip(models, (False, "auto"), strict=True):
+        trained(model, static_step=static)
+    assert_same_parameters(*models)
+
+
+def test_a_first_batch_of_one_sample_tells_nothing() -> None:
+    """Nothing is repeated before two micro-batches of one batch have been compared."""
+    model = CountsLate(lambda module: module.seen.append(1), [])
+    order = [[0], [*range(1, 9)], [*range(9, 17)]]
+    trained(model, DataLoader(TensorDataset(*MLP.example(17)), batch_sampler=order), num_stages=1)
+    assert len(model.seen) == MICRO
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ReadsFactor(1, Cooling(0)),
+        lambda: ReadsFactor(7, Cooling(0)),
+        lambda: ReadsFactor(1, Cooling(2)),
+        lambda: ReadsFactor(7, CoolingByDict(0)),
+        lambda: ReadsFactor(7, CoolingByName(2)),
+        lambda: ReadsFactor(7, CoolingByName(2), begins=2),
+        lambda: ReadsFactor(7, CoolingByName(-8), begins=2),
+    ],
+)
+def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(make: Callable[[], ReadsFactor]) -> None:
+    followed = make()
     repeated = copy.deepcopy(followed)
     trained(followed, static_step=False)
     trained(repeated)
@@ -386,7 +487,7 @@ def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(layer: i
 
 def test_what_it_changes_in_a_micro_batch_that_is_repeated_comes_too_late() -> None:
     with pytest.raises(StepChangedError, match=r"changes '(cooling|layers\.7)\.factor', .* static_step=False"):
-        trained(ReadsFactor(7, 2))
+        trained(ReadsFactor(7, Cooling(2)))
 
 
 def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
@@ -402,6 +503,9 @@ def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
         lambda: Leaves(assigns),
         lambda: Leaves(registers),
         Branches,
+        lambda: CountsLate(lambda module: module.seen.pop(), [*range(20)]),
+        lambda: CountsLate(lambda module: module.seen.update(samples=1), Counter()),
+        Dispatches,
         Timed,
         Decides,
     ],
@@ -514,9 +618,54 @@ def test_a_micro_batch_with_another_flag_structure_or_shape_is_followed(
     assert_same_parameters(followed, repeated)
 
 
-def test_another_form_comes_too_late_if_the_program_has_changed_what_lasts() -> None:
-    with pytest.raises(StepChangedError, match=r"unit 'last' at .* returned something of another form .*static_step"):
-        trained(KeepsRowsOfUnit(norm=True), late_differences())
+class Unfreezes(KeepsRowsOfUnit):
+    """Begins to update the statistics of its normalisation after the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first[-1].train(batch_idx > 0)
+
+
+class Classes(torchmetrics.Metric):
+    """Gives a number for each class that it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros(2), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.seen[int(x.abs().max() > 1)] += 1
+
+    def compute(self) -> dict[str, Tensor]:
+        return {f"class {number}": self.seen[number] for number in range(2) if self.seen[number]}
+
+
+class LogsClasses(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = Classes()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict(self.classes(batch[0]))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: KeepsRowsOfUnit(norm=True), "unit 'last' at"),
+        (Unfreezes, "unit 'last' at"),
+        (LogsClasses, r"Classes\(\)"),
+    ],
+)
+def test_another_form_comes_too_late_if_the_program_has_changed_what_lasts(make: Callable[[], Any], what: str) -> None:
+    with pytest.raises(StepChangedError, match=f"{what}.* returned something of another form .*static_step"):
+        trained(make(), late_differences())
 
 
 # -- what is the same tensor, and in which order tensors are written ---------------------------------------------------
@@ -644,23 +793,11 @@ class LogsWhatIsTold(MLP):
 
 
 class CoolingByTensor(Cooling):
-    """Keeps its factor in a tensor, in the place of a number."""
+    """Keeps its number in a tensor."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.factor: Any = torch.ones(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > self.begins:
-            self.factor = self.factor * 0.9
-        return F.linear(x, self.weight, self.bias)
-
-
-class ReadsTensor(ReadsFactor):
-    def __init__(self) -> None:
-        super().__init__(7, 0)
-        self.layers[7] = self.cooling = CoolingByTensor()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -676,7 +813,7 @@ class ReadsTensor(ReadsFactor):
         lambda: Gated(True),
         lambda: Gated(False),
         LogsWhatIsTold,
-        ReadsTensor,
+        lambda: ReadsFactor(7, CoolingByTensor()),
     ],
     ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor"],
 )
