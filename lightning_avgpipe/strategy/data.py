@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -40,6 +39,7 @@ from lightning_avgpipe.utils.lightning import (
 )
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.random_streams import RandomState
+from lightning_avgpipe.utils.source import caller
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -206,8 +206,7 @@ class _Mirror:
         vars(self).update(_dataloader=dataloader, _distributor=distributor, _length=length, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
-        asked_by = sys._getframe(1).f_globals.get("__name__")
-        return self._streamed() if asked_by == CombinedLoader.__module__ else iter(vars(self)["_dataloader"])
+        return self._streamed() if caller() == CombinedLoader.__module__ else iter(vars(self)["_dataloader"])
 
     def _streamed(self) -> Iterator[Any]:
         """Return an iterator over the batches of a new stream."""

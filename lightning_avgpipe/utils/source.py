@@ -66,6 +66,12 @@ def is_copying() -> bool:
     return any(frame.f_code is copy.deepcopy.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
+def caller() -> str | None:
+    """Return the name of the Python module whose code has called the function that calls this one."""
+    name: str | None = sys._getframe(2).f_globals.get("__name__")
+    return name
+
+
 def caught_line(error: BaseException) -> str:
     """Return the line, within the function that caught an error, from which the error came."""
     return _innermost(list(traceback.walk_tb(error.__traceback__))[:1])
