@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, explain_overwritten, registers_of
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, Lasting, explain_overwritten, registers_of
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
@@ -113,6 +113,7 @@ class Stage:
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
         changed = [name for name, _ in module.named_buffers() if name in changes]
         self._changed = registers_of(module, changed)  # buffers
+        self._lasting = Lasting(program, module)
         seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._seeding = list(dict.fromkeys(inner for outer in seeding for inner in outer.modules()))
         self._kept_by_seeding: dict[int, Snapshot] = {}
@@ -183,6 +184,7 @@ class Stage:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             gates, replayed = self.replay(task, micro_batch, message, copies)
             self._prefix.keep(micro_batch, replayed.tapped)
+            onward = None if program.is_last else self.message(task, micro_batch, replayed)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # outside of placed(): hooks see the module's own parameters
@@ -196,7 +198,7 @@ class Stage:
             self._prefix.check_nothing_asks(replayed)
         elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
-        return self.message(task, micro_batch, replayed)
+        return onward
 
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
         if self._seeding:
@@ -251,9 +253,9 @@ class Stage:
         return message.entries.values if isinstance(message.entries, Path) else program.receives
 
     def message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
-        """Return the message of a forward to the next stage."""
+        """Return the message of a forward to the next stage; for use within the forward's :meth:`OwnModule.placed`."""
         requires_grad = tuple([task.trains and tensor.requires_grad for tensor in replayed.sent])
-        sent = tuple([tensor.detach() for tensor in replayed.sent])
+        sent = self._lasting.apart(replayed.sent)
         return Message(
             micro_batch,
             sent,

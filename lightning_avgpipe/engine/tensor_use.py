@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.outside import variables
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
@@ -45,6 +47,32 @@ def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dic
         owner = module.get_submodule(path)
         found[name] = (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
     return found
+
+
+class Lasting:
+    """The tensors that outlive a micro-batch and that the forwards of a stage change.
+
+    What a stage sends may leave when its next forward has run, so nothing that is sent may lie in their memory::
+
+        F0    self.mean.lerp_(..)    sends self.mean[None] of micro-batch 0: a copy, since F1 writes into self.mean
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        names = dict.fromkeys(name for node in program.nodes for name in node.changes)
+        self._registers = registers_of(module, names).values()
+        self._holders = list(variables(module, program.graph.written_tensors).values())  # of tensors without a name
+
+    def apart(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return tensors without history, as copies if they lie in the memory of these.
+
+        The weights and attributes of the stage must be in the module.
+        """
+        found = tuple([tensor.detach() for tensor in tensors])
+        if not (self._registers or self._holders):
+            return found
+        held = [tensor for register, name in self._registers if (tensor := register.get(name)) is not None]
+        memory = set(map(storage_id, (*held, *(Snapshot(self._holders).tensors if self._holders else ()))))
+        return tuple([tensor.clone() if storage_id(tensor) in memory else tensor for tensor in found])
 
 
 class Rewritten:

@@ -102,6 +102,38 @@ class Observes(Block):
         return super().forward(x / self.largest.clone())
 
 
+class Averages(Block):
+    """Returns a view of a running mean, which it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.keep("mean", torch.zeros(4))
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return super().forward(x), self.mean[None]
+
+
+class AveragesInAnAttribute(Averages):
+    def keep(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, tensor)
+
+
+class AveragesInALayer(Averages):
+    """The mean is that of a batch normalisation, which does not declare that it writes into it."""
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return Block.forward(self, self.norm(x)), self.norm.running_mean.detach()  # type: ignore[union-attr]
+
+
 class Steps(L.LightningModule):
     """Four layers; a test says what the step does with them."""
 
@@ -225,6 +257,11 @@ def calls_all(net: Any, x: Tensor) -> Tensor:
     return net.head(net.b(net.a(x)))  # type: ignore[no-any-return]
 
 
+def uses_a_running_mean_later(net: Any, x: Tensor) -> Tensor:
+    h, mean = net.b(net.a(x))
+    return net.d(net.c(h) * mean).square().mean()  # type: ignore[no-any-return]
+
+
 def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
     h = net.c(net.b(net.a(x)))
     h.register_hook(lambda gradient: gradient * 0.5)
@@ -249,6 +286,9 @@ def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
         (looks_at_a_gradient_of_the_last_stage, Block),
         (copies_values_and_states, Block),
         (calls_all, Observes),
+        (uses_a_running_mean_later, Averages),
+        (uses_a_running_mean_later, AveragesInAnAttribute),
+        (uses_a_running_mean_later, AveragesInALayer),
     ],
 )
 def test_an_unusual_step_is_trained_as_on_one_device(step: Any, second: type[Block]) -> None:

@@ -147,7 +147,7 @@ class DoubleForwards(StagePart):
         assert self.double is not None
         with self.double.module.placed() as copies:
             _, replayed = self.double.replay(task, micro_batch, message, copies)
-        return self.double.message(task, message.micro_batch, replayed)
+            return self.double.message(task, message.micro_batch, replayed)
 
     handlers = {GRAPH: _graph, DOUBLE_FORWARD: _double_forward}
 
