@@ -87,6 +87,8 @@ class Child:
         work: function that runs in the child. It gets the connection to this process, and may receive from it. Its
             result or error is sent to this process.
         purpose: what the child does, for messages.
+    Raises:
+        ForkError: the system gives no memory for a child, or allows no further process.
     """
 
     def __init__(self, work: Callable[[Connection], Any], purpose: str) -> None:
@@ -97,7 +99,12 @@ class Child:
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads: see _run
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError as error:  # too little memory, or too many processes
+                self.connection.close()
+                theirs.close()
+                raise ForkError(f"the child that {purpose} could not be forked: {error}") from error
         if self.pid == 0:
             _run(work, theirs, parent)
         theirs.close()
@@ -188,7 +195,7 @@ def in_child(work: Callable[[], T], purpose: str) -> T:
     """Run a function in a forked child, and return its result.
 
     Raises:
-        ForkError: the child has died or hangs, or its result cannot be sent.
+        ForkError: the child cannot be forked, has died or hangs, or its result cannot be sent.
         Exception: the error that the function has raised.
     """
     with Child(lambda _: work(), purpose) as child:

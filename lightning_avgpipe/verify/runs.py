@@ -39,11 +39,17 @@ class PlainRuns:
         play: trains plainly in a child, on the batches that a connection brings, and begins so many seconds after the
             first one.
         why_not: returns why the second run cannot begin now; None if it can.
+    Raises:
+        ForkError: a child cannot be forked; there is none then.
     """
 
     def __init__(self, play: Callable[[float, Connection], Any], why_not: Callable[[], str | None]) -> None:
         self._first = Child(partial(play, 0.0), "trains plainly, to verify the pipeline")
-        self._second = Child(partial(play, _APART_S), "trains plainly once more, to tell what differs by nature")
+        try:
+            self._second = Child(partial(play, _APART_S), "trains plainly once more, to tell what differs by nature")
+        except ForkError:
+            self._first.close()
+            raise
         self._why_not = why_not
         self._sent: list[list[Batch]] = []  # by iteration
         self._done = self._given = self._answered = 0  # numbers of iterations: finished, and those of the second run

@@ -119,9 +119,19 @@ class Verifier:
         if subject.num_models > 1 or subject.has_replicas:  # after the first step a model depends on other batches
             self._wanted = self._left = 1
         if subject.leads:
-            number = subject.num_pipelines() if self._asked else 1
-            self._runs = [PlainRuns(self._play, subject.why_not_again) for _ in range(number)]
-            self._waiting = [[] for _ in self._runs]
+            self._begin_runs(subject.num_pipelines() if self._asked else 1)
+
+    def _begin_runs(self, number: int) -> None:
+        """Fork the children of so many pipelines; of none if that fails and the user has not asked for them."""
+        try:
+            for _ in range(number):
+                self._runs.append(PlainRuns(self._play, self._subject.why_not_again))
+        except ForkError as error:
+            self._give_up()
+            if self._asked:
+                raise _impossible(str(error)) from error
+            _log.info("the first steps are not compared with plain ones: %s", error)
+        self._waiting = [[] for _ in self._runs]
 
     def watch(self) -> None:
         """Begin an iteration; stop comparing if hooks have changed something since the last one.
@@ -161,7 +171,7 @@ class Verifier:
                 "process has drawn its own (use seed_everything)"
             )
         if why is not None and self._asked:
-            raise ConfigurationError(f"verify trains the whole model on rank 0 as well, but {why}; use verify=False")
+            raise _impossible(why)
         return why
 
     def _play(self, delay_s: float, connection: Connection) -> None:
@@ -464,3 +474,7 @@ class Verifier:
         for runs in self._runs:
             runs.close()
         self._runs, self._waiting = [], []
+
+
+def _impossible(why: str) -> ConfigurationError:
+    return ConfigurationError(f"verify trains the whole model on rank 0 as well, but {why}; use verify=False")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -53,3 +55,16 @@ def test_an_error_that_cannot_be_sent_is_named() -> None:
 
     with pytest.raises(ForkError, match="Odd: 1 and 2"):
         in_child(work, "fails")
+
+
+def test_a_child_for_which_there_is_no_memory_is_named_and_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fork() -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", fork)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ForkError, match=r"the child that adds could not be forked: .*Cannot allocate memory") as raised:
+        in_child(lambda: 1 + 1, "adds")
+    assert os.listdir("/proc/self/fd") == before, raised

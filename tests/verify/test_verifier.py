@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
 import random
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -663,6 +664,53 @@ def test_training_goes_on_when_the_plain_run_dies(logged: pytest.LogCaptureFixtu
 def test_a_plain_run_that_was_asked_for_and_dies_ends_training() -> None:
     with pytest.raises(VerificationError, match="the child that trains plainly, to verify the pipeline has died"):
         fit(DyingPlainly(), verify=True)
+
+
+@contextmanager
+def forking(most: int) -> Iterator[list[int]]:
+    """No more forks than these succeed; yields the children."""
+    children, fork = list[int](), os.fork
+
+    def limited() -> int:
+        if len(children) == most:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        children.append(fork())
+        return children[-1]
+
+    with replaced(os, "fork", limited):
+        yield children
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_training_goes_on_when_no_plain_run_can_be_forked(most: int, logged: pytest.LogCaptureFixture) -> None:
+    with forking(most) as children:
+        assert fit(MLP(), verify="auto").global_step == 4
+    assert "the first steps are not compared with plain ones: the child that trains plainly" in logged.text
+    assert len(children) == most
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_plain_run_that_was_asked_for_and_cannot_be_forked_ends_training(most: int) -> None:
+    with forking(most) as children, pytest.raises(ConfigurationError, match=r"could not be forked: .*use verify=False"):
+        fit(MLP(), verify=True, num_pipelines=2)
+    assert len(children) == most
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def fit_without_forks() -> int:
+    running = pipeline(2, 2, {"num_microbatches": 2, "verify": "auto"}, max_epochs=1)
+    with forking(0):
+        running.fit(MLP(), loader(MLP, 32, 8))
+    return running.global_step
+
+
+def test_two_processes_go_on_when_no_plain_run_can_be_forked(tmp_path: Path) -> None:
+    assert processes.everywhere(2, fit_without_forks, folder=tmp_path) == [4, 4]
 
 
 # -- fingerprints ----------------------------------------------------------------------------------------------------
