@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor
 
+from lightning_avgpipe.comm import watch
+from lightning_avgpipe.comm.transfer import Arrivals
+from lightning_avgpipe.utils.patching import replaced
 from tests import faults, processes
 from tests.models import MLP, loader
 from tests.trainers import pipeline
+
+LISTEN_S, UPLOAD_S = 0.3, 1.5  # time to react to a failure, and of a callback that tells of it
 
 # an error while connecting is tested on threads as well
 FAST = [
@@ -42,6 +49,48 @@ ALL = [*FAST, ("SIGKILL", "first", "averaging"), ("SIGSTOP", "last", "first iter
 )
 def test_a_fault_of_one_process_ends_all_and_is_named(kind: str, stage: str, phase: str, tmp_path: Path) -> None:
     faults.check(faults.Fault(kind, faults.STAGES[stage], phase), tmp_path)
+
+
+class Uploads(L.Callback):
+    """Takes its time to tell somebody why training has failed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero:
+            threading.Event().wait(UPLOAD_S)
+            self.path.write_text(str(exception))
+
+
+class Blown(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank:
+            raise ValueError("the fuse has blown")
+
+
+def blown(rank: int, told: Path) -> None:
+    with replaced(watch, "LISTEN_S", (LISTEN_S, LISTEN_S)):
+        pipeline(2, 2, max_epochs=1, callbacks=[Uploads(told)]).fit(Blown(), loader(MLP, 16, 4))
+
+
+def test_a_process_that_has_noticed_a_failure_may_take_its_time_to_tell_it(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    outcomes = processes.run(2, blown, told, folder=tmp_path)
+    assert told.exists() and "the fuse has blown" in told.read_text()
+    assert "PeerError" in str(outcomes[0].error) and "ValueError" in str(outcomes[1].error)
+
+
+def reports_and_hangs(rank: int) -> None:
+    with replaced(watch, "LISTEN_S", (LISTEN_S, LISTEN_S)):
+        watching = watch.Watch(0, ["rank 0"], dist.HashStore(), LISTEN_S, Arrivals())
+    watching.report(ValueError("the fuse has blown"))
+    threading.Event().wait(faults.ENDING_S)
+
+
+def test_a_process_that_reports_a_failure_and_hangs_is_ended_after_the_timeout(tmp_path: Path) -> None:
+    (outcome,) = processes.run(1, reports_and_hangs, folder=tmp_path)
+    assert outcome.exit_code == 1 and outcome.ended == 0.0, "it went on"
 
 
 class Requeueing(LightningEnvironment, SLURMEnvironment):

@@ -39,7 +39,7 @@ _ACKNOWLEDGE_S = 3.0  # how long a failing process stays, so that the others can
 _ANSWER_S = 1.5  # longest wait for what the others say that they do
 _STORE_S = 3.0  # a store that takes longer counts as silent
 _LOCAL_S = 2.0  # longest wait of one thread of this process for another
-_LISTEN_S = 5.0, 30.0  # shortest and longest time that the main thread gets to end after a failure
+LISTEN_S = 5.0, 30.0  # shortest and longest time that the main thread gets to react to a failure
 _LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
 _LONGEST = 64 * 1024  # most characters of a text in the store
 _LINES = 3  # lines of user code that say where the main thread is
@@ -65,7 +65,8 @@ class Watch:
         rank: rank of this process.
         names: names of all processes, by rank, for messages; a later change of the list counts.
         store: store that all processes share, used for one run; None if there is only one process.
-        timeout_s: time, in seconds, that this process may take to end after a failure; at least 5 s and at most 30 s.
+        timeout_s: time, in seconds, in which the main thread must react to a failure, but at least 5 s and at most
+            30 s; and in which the process must end after that, but at least as long.
         arrivals: woken when a process has failed; knows when the connections of this process last moved bytes.
         gathers: whether this process forwards requests to the others, and so must read those that others posted.
         keeper: name of the process that keeps the store.
@@ -103,7 +104,10 @@ class Watch:
         self._goes_on = store is not None
         self._changed = threading.Condition()  # wakes the main thread or the board, whichever waits for the other
         self._board = threading.Thread(target=self._talk, name="avgpipe board", daemon=True)
-        self._listen_s, self._deadline = sorted((timeout_s, *_LISTEN_S))[1], math.inf
+        self._limit_s = sorted((timeout_s, *LISTEN_S))[1]  # time to react to a failure and, once it has, to end
+        self._end_s = max(timeout_s, self._limit_s)
+        self._since = math.inf  # from when on that time counts
+        self._reacts = False  # whether the main thread has reacted
         self._ran, self._lapse_s = time.monotonic(), 0.0
         self._deaths = deaths
         self._closed = threading.Event()
@@ -161,7 +165,14 @@ class Watch:
         self.check()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other processes why this one ends, unless a failure is known already."""
+        """Tell the other processes why this one ends, unless a failure is known already.
+
+        By this the main thread shows that it reacts: callbacks that follow may take as long as other waits.
+        """
+        if not self._reacts:
+            self._reacts, self._limit_s = True, self._end_s
+            if self._fails():  # else the time counts from when the failure is known
+                self._since = time.monotonic()
         if self._store is not None and not self._fails():
             text = traceback_of_user_code(error)
             doing = f"{clause}," if (clause := self._clause()) else ""
@@ -298,9 +309,9 @@ class Watch:
             self._asked, self._asks = None, False
 
     def _learn(self, cause: str) -> None:
-        """Note the first failure, limit the time that this process may take to end, and wake its main thread."""
+        """Note the first failure, from which on this process has a limited time to end, and wake its main thread."""
         if self._cause is None:
-            self._cause, self._deadline = cause, time.monotonic() + self._listen_s
+            self._cause, self._since = cause, time.monotonic()
             self._arrivals.notify()
 
     def _fails(self) -> bool:
@@ -341,7 +352,7 @@ class Watch:
             for dead, how in self._deaths().items():  # may name processes of an earlier, larger trainer
                 if dead < len(self.names):
                     self._to_report = self._to_report or f"{self.names[dead]} {how}"
-            if now > self._deadline and not self._closed.is_set():
+            if now > self._since + self._limit_s and not self._closed.is_set():
                 self._end_process()
 
     def _lapse(self) -> str:
@@ -355,10 +366,10 @@ class Watch:
         )
 
     def _end_process(self) -> None:
-        """End the process: the main thread does not react, cannot be interrupted, and does nothing useful any more."""
+        """End the process: the main thread has not come to its end in time, and cannot be interrupted."""
         try:
             sys.stderr.write(
-                f"\n{self.name}: the run failed {self._listen_s:.0f} s ago, and this process has not ended since, so "
+                f"\n{self.name}: the run failed {self._limit_s:.0f} s ago, and this process has not ended since, so "
                 f"it is ended now. It {self._described()}. The failure: {self._cause}\n"
             )
             sys.stderr.flush()
