@@ -119,7 +119,7 @@ class GroupsLauncher(_Launcher):
     def __init__(self, survival: Survival, size: int) -> None:
         self._survival, self._size = survival, size
         self._running: dict[int, Group] = {}
-        self._stopping = False
+        self._stopping = 0  # number of the signal to stop that has come; 0: none has
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -156,7 +156,7 @@ class GroupsLauncher(_Launcher):
             group.send(signum)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self._stopping = True
+        self._stopping = signum
         self.kill(signum)
 
     def _watch(self, variables: dict[str, str], over: Path) -> None:
@@ -165,9 +165,13 @@ class GroupsLauncher(_Launcher):
         due = dict.fromkeys(left, 0.0)  # when groups are to be started
         while due or self._running:
             for number in [number for number, when in due.items() if time.monotonic() > when]:
+                if self._stopping:
+                    break
                 variables[NUMBER] = str(number)
                 self._running[number] = Group(_basic_subprocess_cmd(), self._size, variables)
                 del due[number]
+                if self._stopping:  # it came while the group was started, and has not reached it
+                    self._running[number].send(self._stopping)
             time.sleep(_POLL_S)
             for number, said in [(n, said) for n, group in self._running.items() if (said := group.ends()) is not None]:
                 del self._running[number]

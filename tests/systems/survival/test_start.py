@@ -18,6 +18,9 @@ import torch
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Survival
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.systems.survival.groups import GroupsLauncher
+from lightning_avgpipe.utils.patching import replaced
+from tests import processes
 from tests.comparing import assert_equal
 from tests.models import MLP, loader
 from tests.processes import free_port
@@ -79,6 +82,35 @@ def test_a_lighthouse_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     runner = trainer(strategy=AvgPipeStrategy(num_stages=1, system=survival, timeout=5))
     with pytest.raises(Exception, match=f"group 1 connects to the lighthouse at {address}"):
         runner.fit(MLP(), loader(MLP, 8, 4))
+
+
+STARTED_S = 4.0  # how long a process would run that is not told to stop
+
+
+def stopped_while_it_starts(rank: int, signum: signal.Signals, starts: Path) -> None:
+    """Launch two groups of two processes, and get a signal when the first process has been started."""
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, command: Any, **options: Any) -> None:
+            waits = [sys.executable, "-c", f"import select; select.select([], [], [], {STARTED_S})"]
+            super().__init__(waits, stderr=subprocess.DEVNULL, **options)
+            with starts.open("a") as file:
+                file.write(".")
+            if len(starts.read_text()) == 1:
+                os.kill(os.getpid(), signum)
+
+    with replaced(subprocess, "Popen", Started):
+        GroupsLauncher(Survival(groups=2), 2).launch(print)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_group_starts_reaches_it_and_no_further_one_starts(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    starts = tmp_path / "starts"
+    (outcome,) = processes.run(1, stopped_while_it_starts, signum, starts, folder=tmp_path)
+    assert starts.read_text() == ".."
+    assert outcome.exit_code == 1, "a group has run to its end"
 
 
 def until(seen: Callable[[], Any], script: subprocess.Popen[str]) -> Any:
