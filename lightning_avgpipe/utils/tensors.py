@@ -114,12 +114,16 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a strided tensor in their order in memory; None if it is contiguous, or has gaps."""
-    if tensor.is_contiguous():
+    """Return the dimensions of a strided tensor in their order in memory; None if that is their own, or it has gaps.
+
+    The strides of dimensions of size 1 count, although no element depends on them: kernels may ask by them whether
+    channels are last.
+    """
+    if tensor.is_contiguous() and (1 not in tensor.shape or not tensor.numel()):
         return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
-    return order if tensor.permute(order).is_contiguous() else None
+    strides, shape = tensor.stride(), tensor.shape
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (-strides[d], shape[d] == 1)))
+    return order if order != tuple(range(tensor.ndim)) and tensor.permute(order).is_contiguous() else None
 
 
 def has_gaps(tensor: Tensor) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.utils.placeholder import TensorMeta
 from lightning_avgpipe.utils.tensors import digest, same_contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state", "ignore:.*prototype stage")
@@ -62,6 +65,23 @@ def test_the_contents_of_complex_numbers_that_are_not_known_are_the_same() -> No
 def test_a_digest_tells_values_and_places(change: Callable[[Tensor], Tensor]) -> None:
     assert digest(DENSE) == digest(DENSE.t().contiguous().t())
     assert digest(DENSE) != digest(change(DENSE))
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((4, 8, 1, 1), torch.channels_last), ((1, 8, 1, 1), torch.channels_last), ((4, 1, 3, 5), torch.channels_last),
+     ((4, 8, 1, 5), torch.channels_last), ((4, 8, 3, 1), torch.channels_last), ((1, 1, 3, 5), torch.channels_last),
+     ((2, 8, 1, 1, 1), torch.channels_last_3d), ((2, 1, 3, 1, 5), torch.channels_last_3d)],
+)  # fmt: skip
+def test_dimensions_of_size_one_do_not_hide_that_channels_are_last(shape: Any, order: torch.memory_format) -> None:
+    last, first = torch.randn(shape).to(memory_format=order), torch.randn(shape)
+    for tensor in (last, first, first.transpose(0, 1).contiguous().transpose(0, 1)):
+        form = TensorForm.of(tensor)
+        found = form.from_bytes(as_bytes(form.on_wire(tensor)))
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride() == TensorMeta.of(tensor).stride
+        assert found.is_contiguous(memory_format=order) == tensor.is_contiguous(memory_format=order)
+    assert TensorForm.of(first).order is None
 
 
 def test_nested_tensors_are_compared_and_do_not_travel() -> None:
