@@ -322,7 +322,7 @@ class StepRecorder(StepTracer):
             before = self.state.of_tensors(self.state.seen(tensors))
             self.state.changes.begin()
             result = func(*args, **kwargs)
-            if self.state.changes.strange:
+            if self.state.changes.strange or self.effects.objects.written(self.state.changes.viewed):
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before), saved
 

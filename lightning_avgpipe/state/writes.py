@@ -20,6 +20,8 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
+_LIFT = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor() has made
+
 
 class Writes(TorchDispatchMode):
     """A context that notes writes into a module's parameters and buffers, whether these have contents or not.
@@ -67,14 +69,17 @@ class Changes(Writes):
 
     Attributes:
         strange: whether a tensor was written to since :meth:`begin` that the step did not make and that has no name.
-        nameless: memory addresses of all such tensors.
+        nameless: memory addresses of all such tensors, and of those that were written to through views.
+        viewed: addresses of those that were written to through views since :meth:`begin`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
         super().__init__(module)
         self.strange = False
         self.nameless: set[int] = set()
+        self.viewed: set[int] = set()
         self._made = {address(tensor) for tensor in others}
+        self._found: set[int] = set()  # memory that operations have read, or made views of, and that none has made
         self._parameters: dict[str, nn.Parameter] = {}
         self._memory: dict[str, Tensor] = {}  # of parameters; held, so that no other tensor gets the same address
         self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
@@ -93,7 +98,7 @@ class Changes(Writes):
 
     def begin(self) -> None:
         """Forget all writes so far."""
-        self.written, self.strange = set(), False
+        self.written, self.strange, self.viewed = set(), False, set()
 
     def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
         """Keep the contents that these parameters had in the memory that they have left."""
@@ -119,16 +124,24 @@ class Changes(Writes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
+        given = set(map(address, tensor_arguments(args, kwargs or {})))
+        if func is not _LIFT:
+            self._found |= given.difference(self._made, self._names)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        places = map(address, tensor_arguments(result))
-        self._made.update(place for place in places if place not in self._names)
+        places = set(map(address, tensor_arguments(result)))
+        self._made |= places.difference(self._names)
+        self._found -= places - given  # new memory at the address of an earlier tensor
         return result
 
     def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
         super()._wrote(tensor, names)
-        if not names and address(tensor) not in self._made:
-            self.strange = True
-            self.nameless.add(address(tensor))
+        place = address(tensor)
+        if not names and (place in self._found or place not in self._made):
+            self.nameless.add(place)
+            if place in self._made:  # a view counts as made
+                self.viewed.add(place)
+            else:
+                self.strange = True
         for name in names:
             if name in self._parameters and name not in self._contents:
                 self.keep([(name, self._parameters[name].detach())])

@@ -124,6 +124,13 @@ class AveragesInAnAttribute(Averages):
         setattr(self, name, tensor)
 
 
+class AveragesAPart(AveragesInAnAttribute):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.mean[:2].lerp_(x.mean(0)[:2], 0.5)
+        return Block.forward(self, x), self.mean[None]
+
+
 class AveragesInALayer(Averages):
     """The mean is that of a batch normalisation, which does not declare that it writes into it."""
 
@@ -262,6 +269,12 @@ def uses_a_running_mean_later(net: Any, x: Tensor) -> Tensor:
     return net.d(net.c(h) * mean).square().mean()  # type: ignore[no-any-return]
 
 
+def writes_into_an_array_of_its_own(net: Any, x: Tensor) -> Tensor:
+    mask = torch.from_numpy(np.zeros(4, np.float32))
+    mask[0] = 1.0
+    return net.head(net.b(net.a(x)) + mask)  # type: ignore[no-any-return]
+
+
 def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
     h = net.c(net.b(net.a(x)))
     h.register_hook(lambda gradient: gradient * 0.5)
@@ -288,7 +301,9 @@ def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
         (calls_all, Observes),
         (uses_a_running_mean_later, Averages),
         (uses_a_running_mean_later, AveragesInAnAttribute),
+        (uses_a_running_mean_later, AveragesAPart),
         (uses_a_running_mean_later, AveragesInALayer),
+        (writes_into_an_array_of_its_own, Block),
     ],
 )
 def test_an_unusual_step_is_trained_as_on_one_device(step: Any, second: type[Block]) -> None:
@@ -411,6 +426,11 @@ def copies_a_layer(net: Any, x: Tensor) -> Tensor:
     return net.head(net.b(net.a(x))) + target.mean()
 
 
+def adds_to_a_part_of_an_attribute(net: Any, x: Tensor) -> Tensor:
+    net.ema[:2] += x.mean()
+    return net.head(net.b(net.a(x)) + net.ema)  # type: ignore[no-any-return]
+
+
 LINE = r"test_unusual_steps\.py:\d+ in"
 
 
@@ -445,6 +465,11 @@ LINE = r"test_unusual_steps\.py:\d+ in"
             rf"register_hook\(\) at {LINE} looks_at.* the gradient of the result of unit 'a' at .*autograd.Function",
         ),
         (puts_a_hook_on_a_parameter, Block, rf"register_hook\(\) at {LINE} puts.*parameter 'd\.linear\.weight'"),
+        (
+            adds_to_a_part_of_an_attribute,
+            Block,
+            rf"add_\(\) at {LINE} adds_to.* changes a tensor in place that lives on",
+        ),
         (copies_a_layer, Block, rf"copies 'd\.linear\.weight' with copy\.deepcopy at {LINE} copies_a_layer.*__init__"),
     ],
 )
