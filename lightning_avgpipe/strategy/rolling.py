@@ -133,7 +133,7 @@ class RollingOrder(IterationOrder):
                 if iteration is not None and 0 < n < loop.models.stepping:
                     if n < len(iteration.works):
                         self._end(iteration, n)
-                        self._after(iteration, n, steps=True)
+                    self._after(iteration, n, steps=True)  # its batches before may be accumulated
                     step(n)
                 with observers.activity("averaging"):
                     ensemble.averager.average_one(n)
@@ -342,7 +342,8 @@ class RollingOrder(IterationOrder):
             self.meet(f"the step of pipeline {n}")
         if n == 0 and self.loop.verifier is not None:
             self.loop.verifier.compare()
-        self.loop.models.after_backward(n, iteration.loss)
+        if n < len(iteration.works):
+            self.loop.models.after_backward(n, iteration.loss)
         if steps:
             self.loop.models.check.check_model(n)
 

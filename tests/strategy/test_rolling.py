@@ -26,7 +26,7 @@ from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, train
 from tests.averaging.test_lightning import Finetuned
-from tests.comparing import assert_equal, state
+from tests.comparing import assert_close, assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_resume import Positions, ResumableLoader
@@ -102,6 +102,24 @@ def test_models_take_turns_as_in_a_plain_loop(
     train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     assert_equal(dict(model.named_parameters()), reference)
+
+
+class Ends(Scaled):
+    """A matrix at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first[1] = torch.nn.Identity()  # behind a norm the gradient of a bias is rounding only
+        self.last[0].weight = self.first[0].weight
+
+
+def test_a_model_without_a_last_batch_steps_with_the_sums_of_tied_parameters() -> None:
+    torch.manual_seed(3)
+    model, data = Ends(), [Net.example(8) for _ in range(7)]
+    reference = in_turn(copy.deepcopy(model), data, 2, every=2)
+    options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": 2}}
+    train(model, Batches(data), 2, **options)
+    assert_close(dict(model.named_parameters()), reference, 1e-4, 1e-5)
 
 
 class Recorder(L.Callback):

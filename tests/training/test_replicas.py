@@ -356,6 +356,24 @@ def test_replicas_of_a_stage_train_rolling_models(replicas: list[int], tmp_path:
         assert others == pytest.approx(metrics, rel=1e-5)
 
 
+def accumulating(rank: int | None, replicas: list[int]) -> Any:
+    """The last step of an epoch has a batch for one of two models only."""
+    torch.manual_seed(5)
+    model, given = Tied(tied=False), {} if rank is None else {"replicas": replicas}
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), **given}
+    strategy["split_points"] = ["between.1"]
+    devices = 1 if rank is None else sum(replicas)
+    runner = pipeline(len(replicas), devices, strategy, max_epochs=2, accumulate_grad_batches=2)
+    runner.fit(model, loader(Tied, 24, 8))
+    return state(model)
+
+
+def test_replicas_of_a_stage_step_as_one_without_a_last_batch(tmp_path: Path) -> None:
+    expected = accumulating(None, [2, 1])
+    for found in processes.each(3, accumulating, [2, 1], folder=tmp_path):
+        assert_close(found, expected)
+
+
 class Returning(MLP):
     """Hooks see what the step returned for the whole batch, and all that evaluation has collected."""
 
