@@ -6,7 +6,9 @@ In all groups of processes they begin with the state of group 0's optimizers of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
 
+_TRIED_STEPS = 3
 _HOOKS = "_hooks"  # ending of the names of an optimizer's registries of hooks
 States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
 
@@ -61,6 +64,11 @@ class ModelOptimizers:
             for made, state in zip(self._clones[-1], states or (), strict=False):
                 load_states(made, state)
 
+    @functools.cached_property
+    def counted(self) -> list[Collection[str]]:
+        """For each optimizer the names of what its steps set in its groups, such as a number; models have their own."""
+        return [set_by_steps(optimizer) for optimizer in self._own()]
+
     def _places(self, model: ParallelModel) -> dict[int, Tensor]:
         """Return ``id -> tensor`` of the model's tensor for each of the module's own."""
         return {id(p): model.parameters[name] for name, p in self._models.own.parameters.items()}
@@ -74,8 +82,8 @@ class ModelOptimizers:
         for model, clones in zip(self._models.each[1:], self._clones[1:], strict=True):
             if only is None or any(made is only for made in clones):
                 places = self._places(model)
-                for made, optimizer in zip(clones, self._own(), strict=True):
-                    follow(made, optimizer, places)
+                for made, optimizer, counted in zip(clones, self._own(), self.counted, strict=True):
+                    follow(made, optimizer, places, counted)
 
     def states(self) -> list[OptimizerStates]:
         """Return the states of the clones, which move with their parameters."""
@@ -88,10 +96,17 @@ class ModelOptimizers:
         """Check that each model can have a copy of everything that is trained.
 
         Raises:
-            ConfigurationError: an optimizer trains something that is not a parameter of the module.
+            ConfigurationError: an optimizer trains something that is not a parameter of the module, or holds weights
+                of two kinds.
         """
         known = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._own():
+            if holds_two_kinds(optimizer):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has a method eval, which turns the weights of one model into others "
+                    "for evaluation, but what is evaluated is the reference of parallel models, which no optimizer "
+                    "knows; use another optimizer, such as AdamW, or num_pipelines=1"
+                )
             for parameter in parameters_in(optimizer):
                 if id(parameter) not in known and parameter.requires_grad:
                     raise ConfigurationError(
@@ -101,7 +116,7 @@ class ModelOptimizers:
                     )
 
 
-def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimizer:
+def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor], with_state: bool = True) -> Optimizer:
     """Return an optimizer like another one, with a copy of its state, for other parameters.
 
     ``copy.deepcopy`` alone would lose attributes that some classes add, and would copy the objects that hooks are bound
@@ -111,21 +126,96 @@ def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimize
         optimizer: optimizer of model 0. A scheduler may have patched its ``step``; that of the clone is not patched.
         own: parameter that takes the place of each of its parameters, by ``id``; parameters that are missing are
             shared.
+        with_state: whether it has a copy of the state; else it has none.
     """
     memo: dict[int, Any] = {id(p): own.get(id(p), p) for p in parameters_in(optimizer)}
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
             continue  # patched by a scheduler, which counts the original's steps
+        if name == "state" and not with_state:
+            value = defaultdict(dict)
         vars(made)[name] = copy.copy(value) if name.endswith(_HOOKS) else copy.deepcopy(value, memo)
     return made
 
 
-def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor]) -> None:
-    """Give a clone the optimizer's current parameter groups: hyper-parameters and new parameters."""
-    made.param_groups[:] = [
-        {**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
+def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor], counted: Collection[str] = ()) -> None:
+    """Give a clone the optimizer's current parameter groups: hyper-parameters and new parameters.
+
+    Args:
+        made: the clone.
+        optimizer: optimizer of model 0.
+        own: as of :func:`clone_optimizer`.
+        counted: names of what steps set in a group, of which the clone keeps its own.
+    """
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        if i < len(made.param_groups):
+            kept = {name: value for name, value in made.param_groups[i].items() if name in counted}
+            group = {name: value for name, value in group.items() if name not in counted} | kept
+        groups.append({**group, "params": [own.get(id(p), p) for p in group["params"]]})
+    made.param_groups[:] = groups
+
+
+# -- what an optimizer does, found by trying --------------------------------------------------------------------------
+
+
+class _Group(dict[str, Any]):
+    """A group of parameters that notes what a step sets in it."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        super().__init__(group)
+        self.noted: set[str] = set()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.noted.add(name)
+        super().__setitem__(name, value)
+
+
+def set_by_steps(optimizer: Optimizer) -> Collection[str]:
+    """Return the names of what an optimizer's steps set in its groups; none if it cannot be tried."""
+    try:
+        groups: Any = tried(optimizer).param_groups
+    except Exception:  # of any type: it is the user's code
+        return ()
+    return {name for group in groups for name in group.noted}
+
+
+def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
+    """Return an optimizer like another one after a few steps, with small parameters: two in the first group.
+
+    Args:
+        optimizer: optimizer that stays as it is.
+        together: whether all parameters have gradients; else the first one alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def like(parameter: Tensor) -> Tensor:
+        return torch.rand((2,) * parameter.ndim, generator=generator, device="cpu").to(parameter.dtype)
+
+    groups = [(group, group["params"][0]) for group in optimizer.param_groups if group["params"]]
+    small = [nn.Parameter(like(parameter)) for _, parameter in groups]
+    own = {id(p): to for (group, _), to in zip(groups, small, strict=True) for p in group["params"]}
+    made = clone_optimizer(optimizer, own, with_state=False)
+    for name in vars(made):
+        if name.endswith(_HOOKS):
+            vars(made)[name] = OrderedDict()
+    made.param_groups[:] = [_Group({**group, "params": [to]}) for (group, _), to in zip(groups, small, strict=True)]
+    first, further = small[0], nn.Parameter(like(small[0]))
+    made.param_groups[0]["params"].append(further)
+    with torch.random.fork_rng([]):
+        for step in range(_TRIED_STEPS):
+            for parameter in (first, further, *small[1:]):
+                gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
+                parameter.grad = gradient if together or parameter is first else None
+            torch.default_generator.manual_seed(step)  # of an optimizer that adds noise
+            made.step()
+    return made
+
+
+def holds_two_kinds(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer exchanges weights of training for those of evaluation, as schedule-free ones do."""
+    return callable(getattr(optimizer, "eval", None))
 
 
 def parameters_in(optimizer: Optimizer) -> list[Tensor]:

@@ -495,9 +495,13 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     ensemble.models.sums.update(_held(ensemble, state["sums"]))
     for number in range(max(first, 1), first + size):
         own = ensemble.optimizers.of(number - first)
-        for optimizer, saved in zip(own, state["optimizers"][number - 1], strict=True):
+        for optimizer, saved, counted in zip(
+            own, state["optimizers"][number - 1], ensemble.optimizers.counted, strict=True
+        ):
             optimizer.state.clear()
             load_present_state(optimizer, saved)
+            for group, was in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+                group.update({name: copy.deepcopy(was[name]) for name in counted if name in was})
     if ensemble.averager.outer is not None and "outer_optimizer" in state:
         saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.models.reference)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizers import clone_optimizer, unwrapped
+from lightning_avgpipe.averaging.optimizers import tried, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.stepping import without_gradients
 from lightning_avgpipe.utils.patching import replaced
-
-_TRIED_STEPS = 3
 
 
 def shards(sizes: Sequence[int], count: int) -> list[int]:
@@ -122,34 +119,8 @@ def check_separable(optimizer: Optimizer) -> None:
         "optimizer that treats each by itself, such as SGD or AdamW, or leave shard out"
     )
     try:
-        together, alone = _tried(optimizer, True), _tried(optimizer, False)
+        together, alone = (tried(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
     except Exception as error:  # of any type: it is the user's code
         raise ConfigurationError(refused % f"cannot step some of them ({type(error).__name__}: {error})") from error
     if not torch.equal(together, alone):
         raise ConfigurationError(refused % "makes the step of a parameter depend on others")
-
-
-def _tried(optimizer: Optimizer, together: bool) -> Tensor:
-    """Return a small parameter after a few steps of the optimizer, together with others or alone."""
-    generator = torch.Generator().manual_seed(0)
-
-    def like(parameter: Tensor) -> Tensor:
-        return torch.rand((2,) * parameter.ndim, generator=generator, device="cpu").to(parameter.dtype)
-
-    groups = [(group, group["params"][0]) for group in optimizer.param_groups if group["params"]]
-    small = [nn.Parameter(like(parameter)) for _, parameter in groups]
-    own = {id(p): to for (group, _), to in zip(groups, small, strict=True) for p in group["params"]}
-    made = clone_optimizer(optimizer, own)
-    for name in vars(made):
-        if name.endswith("hooks"):
-            vars(made)[name] = OrderedDict()
-    made.state.clear()
-    made.param_groups[:] = [{**group, "params": [to]} for (group, _), to in zip(groups, small, strict=True)]
-    first, further = small[0], nn.Parameter(like(small[0]))
-    made.param_groups[0]["params"].append(further)
-    for _ in range(_TRIED_STEPS):
-        for parameter in (first, further, *small[1:]):
-            gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
-            parameter.grad = gradient if together or parameter is first else None
-        made.step()
-    return first.detach()

@@ -15,9 +15,24 @@ from tests.comparing import state
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
 
+
+class Slowing(torch.optim.SGD):
+    """Counts its steps in its groups, and slows down."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["steps"])
+        return loss
+
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "slowing": lambda groups: Slowing(groups, lr=0.05),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.05, t0=2),

@@ -29,11 +29,12 @@ def fit(
     folder: Path | None = None,
     devices: int = 1,
     moves: Sequence[str] = (),
+    optimizer: str = "adamw",
     **strategy: Any,
 ) -> Any:
     """Two epochs of seven batches: with two pipelines four iterations each, the last of which is ragged."""
     torch.manual_seed(seed)
-    model, models = Net("adamw", warm_up=True), Models()
+    model, models = Net(optimizer, warm_up=True), Models()
     callbacks: list[Any] = [models, Reconfigures({2: {"split_points": moves}} if moves else {})]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
@@ -71,6 +72,11 @@ def assert_goes_on(run: tuple[Any, Path], step: int, num_stages: int, averaging:
 @pytest.mark.parametrize(("step", "num_stages"), [(1, 3), (2, 1), (4, 3), (6, 1)])
 def test_a_resume_after_any_iteration_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
     assert_goes_on(never_stopped, step, num_stages, TOGETHER)
+
+
+def test_so_it_is_with_what_steps_count_in_the_groups_of_an_optimizer(tmp_path: Path) -> None:
+    expected, found = (fit(1, folder=tmp_path, path=p, optimizer="slowing") for p in (None, tmp_path / "step=5.ckpt"))
+    assert_equal((found.left, found.models), (expected.left, expected.models))
 
 
 @pytest.mark.parametrize(("step", "num_stages"), [(1, 2), (3, 1), (6, 3)])

@@ -259,6 +259,16 @@ class Sharp(MLP):
         return Twice(self.parameters(), lr=0.1)
 
 
+class TwoKinds(torch.optim.SGD):
+    def eval(self) -> None:
+        pass
+
+
+class ScheduleFree(MLP):
+    def configure_optimizers(self) -> Any:
+        return TwoKinds(self.parameters(), lr=0.1)
+
+
 WIDER = {0: {"num_pipelines": 2}}
 SEEN_ALONE = r"changed 'layers.0.weight', .* and \d more of pipeline 0's model, which hooks see, and not of the 1 other"
 AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
@@ -283,6 +293,7 @@ AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
             r"ModelPruning puts other parameters .* num_pipelines=2 .* remove",
         ),
         (Outside, list, {}, r"SGD trains a tensor of shape \(3,\) that is not a parameter"),
+        (ScheduleFree, list, {}, "TwoKinds has a method eval, .* num_pipelines=1"),
         (Sharp, list, {}, r"Twice evaluates its closure several times .* with 2 parallel"),
     ],
 )

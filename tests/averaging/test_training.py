@@ -69,7 +69,7 @@ class Callback(L.Callback):
 
 
 WARMED_UP: dict[str, Any] = {
-    name: partial(Net, name, dropout=0.0, warm_up=True) for name in ("momentum", "adamw", "asgd")
+    name: partial(Net, name, dropout=0.0, warm_up=True) for name in ("momentum", "adamw", "asgd", "slowing")
 }
 
 
