@@ -161,6 +161,11 @@ _TORCH_OPTIMIZERS = (
         "torch.nn.utils.clip_grad._get_total_norm", "replaced by the norm over all stages",
         "tensors norm_type error_if_nonfinite foreach",
     ),
+    Private("torch.utils._foreach_utils", "has the next one"),
+    Private(
+        "torch.utils._foreach_utils._group_tensors_by_device_and_dtype", "the order of torch's norm of norms",
+        "tensorlistlist with_indices",
+    ),
     Private("torch.amp.GradScaler._scale", "whether it knows its device"),
     Private("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "tells it its device", "dev"),
     Private(

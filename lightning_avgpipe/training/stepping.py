@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils import _foreach_utils as grouping
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
@@ -66,7 +68,7 @@ def global_norm(
 
     Returns:
         The norm on the host, shape ``()``. It equals the norm in a single process bit for bit: every parameter's norm
-        is computed by its owner, and the norm of the norms by all processes in the same order.
+        is computed by its owner, and the norm of the norms by all processes in the same order, which is torch's.
     """
     position = {id(p.grad): i for i, p in enumerate(parameters) if p.grad is not None}
     places = [position.get(id(gradient)) for gradient in gradients]
@@ -75,18 +77,34 @@ def global_norm(
     norms = torch.zeros(2, len(parameters) + cluster.group.world_size, dtype=torch.float64, device="cpu")
     if known:
         own = [gradient for gradient, i in zip(gradients, places, strict=True) if i is not None]
-        norms[0, known] = torch.stack(torch._foreach_norm(own, norm_type)).cpu().double()
+        norms[0, known] = _norms(own, norm_type).cpu().double()
         norms[1, known] = 1.0
     others = [gradient for gradient, i in zip(gradients, places, strict=True) if i is None]
     if others:  # gradients of other tensors, such as a plugin's copies of parameters in another precision
-        of_others = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others, norm_type)), norm_type)
+        of_others = torch.linalg.vector_norm(_norms(others, norm_type), norm_type)
         norms[:, len(parameters) + cluster.rank] = torch.stack(
             [of_others.cpu().double(), torch.ones((), dtype=torch.float64, device="cpu")]
         )
     cluster.group.sum(norms)
-    dtype = parameters[0].dtype if parameters else torch.float32
-    present = norms[1] > 0
-    return torch.linalg.vector_norm((norms[0, present] / norms[1, present]).to(dtype), norm_type)
+    dtypes = [p.dtype.to_real() for p in parameters]
+    dtypes += [torch.float64 if torch.float64 in dtypes else torch.float32] * cluster.group.world_size  # of others
+    present: list[int] = (norms[1] > 0).nonzero().flatten().tolist()
+    found = dict.fromkeys(dtypes[i] for i in present) or {torch.float32: None}
+    kinds: list[Any] = [torch.empty(0, dtype=dtype, device=cluster.device) for dtype in found]
+    order = [dtype for _, dtype in grouping._group_tensors_by_device_and_dtype([kinds])]
+    present.sort(key=lambda i: order.index(dtypes[i]))
+    total = functools.reduce(torch.promote_types, order)
+    return torch.linalg.vector_norm((norms[0, present] / norms[1, present]).to(total), norm_type)
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of each gradient, computed as torch does: those of a data type together."""
+    listed: list[Any] = list(gradients)
+    groups: dict[Any, Any] = grouping._group_tensors_by_device_and_dtype([listed], with_indices=True)
+    found: dict[int, Tensor] = {}
+    for (alike,), numbers in groups.values():
+        found.update(zip(numbers, torch._foreach_norm(alike, norm_type), strict=True))
+    return torch.stack([found[i] for i in range(len(listed))])
 
 
 @contextlib.contextmanager

@@ -12,13 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.data import DataLoader
 
+from lightning_avgpipe.training.stepping import global_norm
 from tests import processes
 from tests.comparing import assert_close, assert_equal, assert_same_parameters, state
 from tests.models import MLP, TiedTransformer, UNet, loader
+from tests.threads import alone
 from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged, trainer, twins
 
 
@@ -76,6 +78,20 @@ class ByTorch(MLP):
         self.log("norm_all", clip_grad_norm_(self.parameters(), 1e9))
         self.log("norm_inf", clip_grad_norm_(self.layers[:4].parameters(), 0.01, norm_type=math.inf))
         self.log("norm_3", clip_grad_norm_(self.layers[4:].parameters(), 0.02, norm_type=3))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+def test_the_norm_of_gradients_of_several_data_types_has_the_bits_of_torch(norm_type: float) -> None:
+    torch.manual_seed(3)
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    for count in range(1, len(kinds) + 1):
+        parameters = [nn.Parameter(torch.randn(7).to(kind)) for kind in kinds[:count]]
+        for parameter in parameters[count > 2 :]:
+            parameter.grad = torch.randn_like(parameter)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found = global_norm(gradients, parameters, alone(1), norm_type)
+        expected = get_total_norm(gradients, norm_type)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 class InHook(MLP):
