@@ -22,7 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
 
-_TRIED_STEPS = 3
+_TRIED_STEPS = 10  # estimates of several optimizers grow slowly
 _HOOKS = "_hooks"  # ending of the names of an optimizer's registries of hooks
 States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
 

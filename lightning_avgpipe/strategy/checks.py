@@ -197,16 +197,23 @@ def contents(model: pl.LightningModule) -> None:
         )
 
 
-def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool) -> None:
-    """Check the optimizers that ``configure_optimizers`` returned; with ``sharded`` also that states can be divided."""
+def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool, divided: bool) -> None:
+    """Check the optimizers that ``configure_optimizers`` returned.
+
+    Args:
+        model: the module.
+        found: the optimizers.
+        sharded: whether replicas divide their states.
+        divided: whether several processes divide the parameters.
+    """
     for optimizer in found:
         if isinstance(unwrapped(optimizer), LBFGS):
             raise ConfigurationError(
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which needs the gradients of all "
                 "parameters at once; a process may have those of its stages only. Use another one, such as SGD or AdamW"
             )
-        if sharded:
-            check_separable(unwrapped(optimizer))
+        if sharded or divided:
+            check_separable(unwrapped(optimizer), sharded)
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:

@@ -107,8 +107,13 @@ class OptimizerShards:
             self._cluster.replicas.copy([p.detach() for p in part if p.grad is not None], replica)
 
 
-def check_separable(optimizer: Optimizer) -> None:
+def check_separable(optimizer: Optimizer, sharded: bool) -> None:
     """Check, by trying, that an optimizer treats each parameter independently, so that it can step a part of them.
+
+    Args:
+        optimizer: optimizer that stays as it is.
+        sharded: whether replicas divide its states, which must not change a bit; else processes divide stages, and an
+            optimizer that cannot be tried passes.
 
     Raises:
         ConfigurationError: the optimizer does not, or cannot be tried.
@@ -117,10 +122,16 @@ def check_separable(optimizer: Optimizer) -> None:
     refused = (
         f"shard='optimizer' with {name}, which %s: each replica steps a part of the parameters, so use an "
         "optimizer that treats each by itself, such as SGD or AdamW, or leave shard out"
+        if sharded
+        else f"stages on several processes with {name}, which %s: each process steps the parameters of its stages, so "
+        "use an optimizer that treats each by itself, such as SGD or AdamW, or one process (devices=1)"
     )
     try:
         together, alone = (tried(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
     except Exception as error:  # of any type: it is the user's code
+        if not sharded:
+            return
         raise ConfigurationError(refused % f"cannot step some of them ({type(error).__name__}: {error})") from error
-    if not torch.equal(together, alone):
+    rounding = 0.0 if sharded else 1e-6  # of operations on several parameters at once
+    if not torch.allclose(together, alone, rounding, 0.0, equal_nan=True):
         raise ConfigurationError(refused % "makes the step of a parameter depend on others")

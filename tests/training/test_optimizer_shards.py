@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests import processes
 from tests.averaging.models import Batches
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
-from tests.trainers import trainer
+from tests.trainers import pipeline, trainer
 
 
 class Uneven(Regression):
@@ -117,17 +118,62 @@ class Coupled(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "Adafactor"])
-def test_optimizers_that_treat_each_parameter_by_itself_may_be_divided(kind: str) -> None:
+KINDS = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_optimizers_that_treat_each_parameter_by_itself_may_be_divided(kind: str, sharded: bool) -> None:
     model = MLP()
-    before = state(model)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    states = len(optimizer.state)  # a few make them at once
-    check_separable(optimizer)
-    assert len(optimizer.state) == states
-    assert_equal(state(model), before)
+    before, drawn = state(model), torch.get_rng_state()
+    layers = model.layers[:4].parameters(), model.layers[4:].parameters()
+    made = getattr(torch.optim, kind)([{"params": layers[0], "lr": 0.01}, {"params": layers[1]}], lr=0.1)
+    states = len(made.state)  # a few make them at once
+    check_separable(made, sharded)
+    assert len(made.state) == states
+    assert_equal([state(model), torch.get_rng_state()], [before, drawn])
 
 
-def test_an_optimizer_that_couples_parameters_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="Coupled, which makes the step of a parameter depend on others"):
-        check_separable(Coupled(MLP().parameters(), lr=0.1))
+class Noisy(torch.optim.SGD):
+    """Adds noise to each parameter that it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        return result
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, capturable=True),  # cannot be tried on the host
+        partial(torch.optim.SGD, momentum=0.9, nesterov=True, differentiable=True),
+        torch.optim.SparseAdam,
+        Noisy,
+    ],
+)
+def test_stages_refuse_no_optimizer_that_is_not_found_to_couple_parameters(make: Any) -> None:
+    check_separable(make(MLP().parameters(), lr=0.1), sharded=False)
+
+
+@pytest.mark.parametrize(("sharded", "named"), [(True, "shard='optimizer'"), (False, "stages on several processes")])
+def test_an_optimizer_that_couples_parameters_is_refused_by_name(sharded: bool, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{named} with Coupled, which makes the step of a parameter depend"):
+        check_separable(Coupled(MLP().parameters(), lr=0.1), sharded)
+
+
+class OfCoupled(MLP):
+    def configure_optimizers(self) -> Any:
+        return Coupled(self.parameters(), lr=0.1)
+
+
+def coupled(rank: int) -> None:
+    pipeline(2, 2, {"verify": False}).fit(OfCoupled(), loader(MLP, 16, 8))
+
+
+def test_so_it_is_before_stages_on_several_processes_train(tmp_path: Path) -> None:
+    for outcome in processes.run(2, coupled, folder=tmp_path):
+        assert outcome.error is not None and "stages on several processes with Coupled" in outcome.error
