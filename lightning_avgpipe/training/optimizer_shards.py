@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizers import tried, unwrapped
+from lightning_avgpipe.averaging.optimizers import holds_two_kinds, tried, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.stepping import without_gradients
@@ -126,6 +126,8 @@ def check_separable(optimizer: Optimizer, sharded: bool) -> None:
         else f"stages on several processes with {name}, which %s: each process steps the parameters of its stages, so "
         "use an optimizer that treats each by itself, such as SGD or AdamW, or one process (devices=1)"
     )
+    if sharded and holds_two_kinds(optimizer):
+        raise ConfigurationError(refused % "has a method eval that turns those weights only whose states it has")
     try:
         together, alone = (tried(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
     except Exception as error:  # of any type: it is the user's code

@@ -165,6 +165,18 @@ def test_an_optimizer_that_couples_parameters_is_refused_by_name(sharded: bool, 
         check_separable(Coupled(MLP().parameters(), lr=0.1), sharded)
 
 
+class TwoKinds(torch.optim.SGD):
+    def eval(self) -> None:
+        pass
+
+
+def test_an_optimizer_that_holds_weights_of_two_kinds_is_not_divided_among_replicas() -> None:
+    made = TwoKinds(MLP().parameters(), lr=0.1)
+    check_separable(made, sharded=False)
+    with pytest.raises(ConfigurationError, match="shard='optimizer' with TwoKinds, which has a method eval"):
+        check_separable(made, sharded=True)
+
+
 class OfCoupled(MLP):
     def configure_optimizers(self) -> Any:
         return Coupled(self.parameters(), lr=0.1)
