@@ -532,9 +532,11 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     present = {number: entry for number, entry in saved["state"].items() if not parameters[number].is_meta}
     wraps = any(isinstance(unwrapped(value), Optimizer) for value in vars(optimizer).values())
     if wraps or type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        moving = _with_moving_counters(optimizer)
         for number, entry in present.items():
-            parameter = parameters[number]
-            optimizer.state[parameter] = {name: _copied_for(parameter, name, value) for name, value in entry.items()}
+            parameter, moves = parameters[number], id(parameters[number]) in moving
+            copied = {name: _copied_for(parameter, name, value, moves) for name, value in entry.items()}
+            optimizer.state[parameter] = copied
         return
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     reader = object.__new__(type(optimizer))
@@ -544,24 +546,32 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         optimizer.state[parameter] = tree.map_tensors(Tensor.clone, reader.state.pop(parameter))
 
 
-def _copied_for(parameter: Tensor, name: str, value: Any) -> Any:
-    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; the step counter keeps its device."""
+def _with_moving_counters(optimizer: Optimizer) -> set[int]:
+    """Return the ``id`` of the parameters whose counters are on their device, for kernels that count themselves."""
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _copied_for(parameter: Tensor, name: str, value: Any, moves: bool) -> Any:
+    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; a step counter only if it moves."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step":
-        return value.clone()
+        return value.to(parameter.device, torch.float32, copy=True) if moves else value.clone()
     dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
     return value.to(parameter.device, dtype, copy=True)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Copy optimizer states to a device, except counters, which the optimizer has placed itself.
+    """Copy optimizer states to a device, except counters that the optimizer keeps on the host.
 
     States on the device are copied as well: after loading they may be mapped from a file, and such memory must not be
     kept.
     """
+    moving = _with_moving_counters(optimizer)
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
                 is_counter = name == "step" or value.dim() == 0 < parameter.dim()
-                state[name] = value.to(value.device if is_counter else device, copy=True)
+                stays = is_counter and id(parameter) not in moving
+                state[name] = value.to(value.device if stays else device, copy=True)
