@@ -138,6 +138,16 @@ class Closure(MLP):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Lookahead(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {"fast_state": {}, "slow_state": {}, "param_groups": []}
+
+
+class LooksAhead(MLP):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters())
+
+
 class GradientInside(MLP):
     def loss(self, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
@@ -172,6 +182,13 @@ NO_ROOM = r"does not fit into num_stages=2 stages with memory_limit=1\.0 KiB: .*
     ("model", "num_stages", "strategy", "kind", "message"),
     [
         (Closure, 2, {}, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
+        (
+            LooksAhead,
+            2,
+            {"num_pipelines": 2},
+            ConfigurationError,
+            r"Lookahead\.state_dict\(\) has 'fast_state', 'slow_state', .* are made of 'state'",
+        ),
         (Lazy, 2, {}, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
         (
             lambda: MLP(depth=2),

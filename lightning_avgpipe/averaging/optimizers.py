@@ -276,8 +276,9 @@ def _memory(entry: Any, device: torch.device) -> Any:
 
 
 def load_states(optimizer: Optimizer, states: States) -> None:
-    """Replace the states of an optimizer by copies of these."""
+    """Replace the states of an optimizer's parameters by copies of these."""
     parameters = parameters_in(optimizer)
-    optimizer.state.clear()
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
     for i, entry in states.items():
         optimizer.state[parameters[i]] = copy.deepcopy(dict(entry))

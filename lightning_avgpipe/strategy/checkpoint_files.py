@@ -142,7 +142,7 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     shards: dict[str, Any] = {_WEIGHTS: _whole(checkpoint["state_dict"])}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        entries = {name: _whole(entry) for name, entry in state["state"].items()}
+        entries = {name: _whole(e) if isinstance(e, Mapping) else e for name, e in state["state"].items()}
         shards[f"{_OPTIMIZER}{number}"] = {"state": entries}
         any_state = any(cluster.group.gather_objects(bool(state["state"])))
         if cluster.rank == 0 and any_state:

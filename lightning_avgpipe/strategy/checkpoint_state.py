@@ -247,7 +247,7 @@ def _by_number(state: Mapping[str, Any]) -> dict[int, Any]:
     """Return the states of an optimizer's parameters by their numbers; distributed checkpoints have their names."""
     names = (name for group in state["param_groups"] for name in group["params"])
     number = {name: i for i, name in enumerate(names)}
-    return {number[name]: entry for name, entry in state["state"].items()}
+    return {number.get(name, name): entry for name, entry in state["state"].items()}
 
 
 def _check_numbers(checkpoint: Mapping[str, Any]) -> None:

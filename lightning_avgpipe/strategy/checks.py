@@ -36,6 +36,7 @@ from lightning_avgpipe.utils.lightning import (
     rank_zero_info,
     refuse_other,
 )
+from lightning_avgpipe.utils.names import listed
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -197,7 +198,9 @@ def contents(model: pl.LightningModule) -> None:
         )
 
 
-def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool, divided: bool) -> None:
+def optimizers(
+    model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool, divided: bool, gathered: bool
+) -> None:
     """Check the optimizers that ``configure_optimizers`` returned.
 
     Args:
@@ -205,15 +208,23 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: b
         found: the optimizers.
         sharded: whether replicas divide their states.
         divided: whether several processes divide the parameters.
+        gathered: whether checkpoints gather states of several processes or models.
     """
-    for optimizer in found:
-        if isinstance(unwrapped(optimizer), LBFGS):
+    for optimizer in map(unwrapped, found):
+        if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which needs the gradients of all "
                 "parameters at once; a process may have those of its stages only. Use another one, such as SGD or AdamW"
             )
         if sharded or divided:
-            check_separable(unwrapped(optimizer), sharded)
+            check_separable(optimizer, sharded)
+        saved = [*optimizer.state_dict()] if gathered else ["state", "param_groups"]
+        if not {"state", "param_groups"}.issubset(saved):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.state_dict() has {listed([*map(repr, saved)])}, but checkpoints of "
+                "several processes or models are made of 'state' and 'param_groups', as the optimizers of torch have "
+                "them; use one of these, or one process (devices=1) with num_pipelines=1"
+            )
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:

@@ -571,8 +571,9 @@ class AvgPipeStrategy(ParallelStrategy):
         """Build the optimizers over all parameters; states of other stages are dropped when the plan is made."""
         super().setup_optimizers(trainer)
         if not self.passthrough and self.lightning_module is not None:
-            divided = self.cluster.group.world_size > 1
-            checks.optimizers(self.lightning_module, self.optimizers, self.options.shard is not None, divided)
+            sharded, divided = self.options.shard is not None, self.cluster.group.world_size > 1
+            gathered = self.world_size > 1 or self.options.num_pipelines > 1
+            checks.optimizers(self.lightning_module, self.optimizers, sharded, divided, gathered)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

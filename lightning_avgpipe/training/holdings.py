@@ -404,10 +404,15 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in _own_entries(optimizer, state).items()}
-    whole = gather(processes, own, holders(processes, own))
-    numbers = sorted({*map(int, whole), *state["state"]})
-    state["state"] = {number: whole.get(str(number), {}) for number in numbers}
+    whole, rest = gather(processes, own, holders(processes, own)), _of_no_parameter(state["state"])
+    numbers = sorted({*map(int, whole), *(state["state"].keys() - rest.keys())})
+    state["state"] = {**{number: whole.get(str(number), {}) for number in numbers}, **rest}
     return state
+
+
+def _of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what an optimizer keeps beside the states of its parameters, which have numbers."""
+    return {key: value for key, value in states.items() if not isinstance(key, int)}
 
 
 def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
@@ -415,8 +420,9 @@ def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, An
 
     An optimizer that looks at the state of a parameter of another stage makes an entry for it, which is empty at first.
     """
-    absent = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta}
-    return {number: entry for number, entry in state["state"].items() if entry and number not in absent}
+    states = state["state"]
+    out = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta} | _of_no_parameter(states).keys()
+    return {number: entry for number, entry in states.items() if number not in out and entry}
 
 
 def named_optimizer_state(
@@ -432,12 +438,13 @@ def named_optimizer_state(
         entries: states of parameters by their number; None: those of the parameters that this process has.
     """
     state = optimizer.state_dict()
-    entries = _own_entries(optimizer, state) if entries is None else entries
+    if entries is None:
+        entries = {**_own_entries(optimizer, state), **_of_no_parameter(state["state"])}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters_in(optimizer), strict=True)}
     return {
-        "state": {name_of[number]: entry for number, entry in entries.items()},
+        "state": {name_of.get(number, number): entry for number, entry in entries.items()},
         "param_groups": [
             {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
         ],
@@ -505,7 +512,7 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     if ensemble.averager.outer is not None and "outer_optimizer" in state:
         saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.models.reference)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
-        entries = {numbers[old]: entry for old, entry in saved["state"].items()}
+        entries = {numbers.get(old, old): entry for old, entry in saved["state"].items()}
         load_present_state(ensemble.averager.outer, {**saved, "state": entries})
     own_active = [min(size, max(0, active - first)) for active in state["active"]]
     ensemble.averager.load_state_dict({**state, "active": own_active})
@@ -529,7 +536,10 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         saved: its state dict, in which ``state`` has the state of each parameter by its number.
     """
     parameters, numbers = parameters_in(optimizer), itertools.count()
-    present = {number: entry for number, entry in saved["state"].items() if not parameters[number].is_meta}
+    rest = _of_no_parameter(saved["state"])
+    here = saved["state"].keys() - rest.keys()
+    present = {number: saved["state"][number] for number in sorted(here) if not parameters[number].is_meta}
+    optimizer.state.update(copy.deepcopy(rest))
     wraps = any(isinstance(unwrapped(value), Optimizer) for value in vars(optimizer).values())
     if wraps or type(optimizer).load_state_dict is Optimizer.load_state_dict:
         moving = _with_moving_counters(optimizer)
@@ -570,6 +580,9 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
     """
     moving = _with_moving_counters(optimizer)
     for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            optimizer.state[parameter] = copy.deepcopy(state)
+            continue
         for name, value in state.items():
             if isinstance(value, Tensor):
                 is_counter = name == "step" or value.dim() == 0 < parameter.dim()

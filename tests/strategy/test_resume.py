@@ -351,6 +351,44 @@ def test_extra_states_of_submodules_are_those_of_their_process(tmp_path: Path) -
     assert two == [one] * 2 and one[0] < one[1]
 
 
+class Slowing(torch.optim.SGD):
+    """Keeps the number of its steps beside the states of its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.state["steps"] = self.state.get("steps", torch.tensor([0])) + 1
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[parameter]["last"] = parameter.grad.clone()
+            parameter.data.sub_(parameter.grad, alpha=0.1 / self.state["steps"].item())
+        return loss
+
+
+class OfSlowing(MLP):
+    def configure_optimizers(self) -> Any:
+        return Slowing(self.parameters(), lr=0.1)
+
+
+def slowing(folder: Path) -> Any:
+    """Two epochs, also resumed after the first one, with checkpoints of both kinds and with parallel models."""
+    found: list[Any] = []
+    devices = processes.num_processes()
+    for strategy in ({}, {"save_distributed_checkpoint": True}, {"num_pipelines": 2}):
+        sub = folder / str(len(found))
+        for start in (None, sub / f"step={4 // strategy.get('num_pipelines', 1)}.ckpt"):
+            torch.manual_seed(4)
+            model, saving = OfSlowing(), {"enable_checkpointing": True, "callbacks": [every_step(sub)]}
+            runner = pipeline(2, devices, {**MICRO, **strategy}, **(saving if start is None else {}))
+            runner.fit(model, loader(MLP, 32, 8), ckpt_path=start)
+            found.append(model.state_dict())
+        assert_equal(found[-2], found[-1])
+    return found
+
+
+def test_what_optimizers_keep_of_no_parameter_is_saved_and_resumed(tmp_path: Path) -> None:
+    two, one = processes.two_and_one(slowing, tmp_path)
+    assert_equal(two, [one] * 2)
+
+
 # -- distributed checkpoints -----------------------------------------------------------------------------------------
 
 
