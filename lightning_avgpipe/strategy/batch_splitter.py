@@ -81,7 +81,7 @@ class BatchSplitter:
         several = self._cluster.stage_map.replicas > 1
         if replicas is None or not (several and self._cluster.rank == 0) or options.loss_reduction != "mean":
             return lambda: works
-        return weighing(works, options.num_pipelines, replicas)
+        return weighing(works, options.num_pipelines, options.averaging.split_batches, replicas)
 
     def split(self, batches: Sequence[Any], shares: int, weighs: bool) -> list[list[MicroBatch]]:
         """Split the batches of an iteration into micro-batches.

@@ -77,30 +77,36 @@ def sharing_last(cluster: Cluster) -> Collectives | None:
 
 
 def weighing(
-    works: Sequence[Sequence[MicroBatch]], num_pipelines: int, replicas: TensorCollectives
+    works: Sequence[Sequence[MicroBatch]], num_pipelines: int, divides: bool, replicas: TensorCollectives
 ) -> Callable[[], list[list[MicroBatch]]]:
     """Begin to weight micro-batches by their share of the counted samples that all replicas have in a pipeline.
 
-    The processes that compute losses call it. If nothing counts in any replica, replicas have equal weights.
+    If pipelines divide a batch, it is their share of what all of them count, times the number of pipelines. The
+    processes that compute losses call it. If nothing counts in any replica, replicas have equal weights.
 
     Args:
         works: micro-batches by pipeline; at the end of an epoch replicas may have different numbers of pipelines.
         num_pipelines: number of pipelines, N.
+        divides: whether the pipelines divide one batch.
         replicas: group of these processes.
 
     Returns:
         A function that waits for the sum and returns the micro-batches with their weights.
     """
-    own = [sum(part.counted for part in parts) for parts in works]
-    counted = torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64, device="cpu")
+    counted = torch.zeros(2, num_pipelines, dtype=torch.float64, device="cpu")
+    for n, parts in enumerate(works):
+        counted[0, n], counted[1, n] = sum(part.counted for part in parts), 1.0
     arrive = replicas.begin_sum([counted])
 
     @functools.cache
     def weighed() -> list[list[MicroBatch]]:
         arrive()
+        totals, present = counted.tolist()
+        if divides:
+            totals = [sum(totals) / sum(map(bool, present))] * num_pipelines
         return [
             [replace(part, weight=part.counted / total if total else part.weight / replicas.count) for part in parts]
-            for parts, total in zip(works, counted.tolist(), strict=False)
+            for parts, total in zip(works, totals, strict=False)
         ]
 
     return weighed

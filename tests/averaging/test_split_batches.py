@@ -136,6 +136,25 @@ def test_groups_whose_models_divide_batches_train_as_replicas(tmp_path: Path) ->
         assert_close(found, expected)
 
 
+def of_replica(rank: int | None) -> Any:
+    data = batches([13, 16, 7, 5, 9, 1])  # with unequal shares, of which the last replica has one only at the end
+    if rank is None:
+        data = [tuple(map(torch.cat, zip(*data[i : i + 2], strict=True))) for i in range(0, len(data), 2)]
+    torch.manual_seed(3)
+    model, devices, strategy = MLP("sgd"), 1, {"num_pipelines": 1, "num_microbatches": 4}
+    if rank is not None:
+        devices, data, averaging = 2, data[rank::2], Averaging(split_batches=True)
+        strategy = {"num_pipelines": 2, "num_microbatches": 2, "replicas": 2, "averaging": averaging}
+    pipeline(1, devices, strategy, max_epochs=1, use_distributed_sampler=False).fit(model, Batches(data))
+    return state(model)
+
+
+def test_models_of_replicas_count_samples_as_one_model_does(tmp_path: Path) -> None:
+    expected = of_replica(None)
+    for found in processes.each(2, of_replica, folder=tmp_path):
+        assert_close(found, expected)
+
+
 def test_the_first_step_of_each_model_is_compared_with_a_plain_one() -> None:
     fit(batches([16, 16]), averaging=Averaging(split_batches=True), verify=True)
 
