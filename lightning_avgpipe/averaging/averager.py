@@ -228,7 +228,9 @@ class Averager:
     def _end(self, step: AveragingStep) -> None:
         alpha = self._options.dilution(step.count)
         if self._outer is not None:
-            step.end_with(self._outer, alpha)
+            reference, parameters = self._models.reference, self._models.own.parameters
+            frozen = {id(reference[name]) for name, parameter in parameters.items() if not parameter.requires_grad}
+            step.end_with(self._outer, alpha, frozen)
         else:
             step.end(alpha, self._options.rate(step.count, self._models.size))
 

@@ -4,7 +4,8 @@
 
     y_n                                   models after their own steps; unchanged for an n that had no batch
     ybar = mean_n y_n
-    z'   = z + outer_lr * (ybar - z)      or the result of an outer optimizer for the gradient z - ybar
+    z'   = z + outer_lr * (ybar - z)      or, where it is trained, the result of an outer optimizer for the
+                                          gradient z - ybar
     x_n' = z' + (1 - alpha) * (y_n - ybar)
 
 However the reference moves, it stays the mean of the models, because the mean of ``y_n - ybar`` is zero.
@@ -24,7 +25,7 @@ time, so that nothing is lost, and no update counts twice::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -164,12 +165,13 @@ class AveragingStep:
                 torch._foreach_copy_(part.centres, mean)
 
     @torch.no_grad()
-    def end_with(self, outer: Optimizer, alpha: float) -> None:
+    def end_with(self, outer: Optimizer, alpha: float, frozen: Collection[int]) -> None:
         """Average in place, and move the reference by an optimizer of its own.
 
         Args:
             outer: optimizer of the reference, whose gradient is the negative mean update.
             alpha: as of :meth:`end`.
+            frozen: ``id`` of tensors of the reference that are not trained now; they move to the mean.
         """
         over_active = self._over_active()
         for part in self._parts:
@@ -179,7 +181,10 @@ class AveragingStep:
                 torch._foreach_copy_(model, torch._foreach_sub(diluted, mean))
             torch._foreach_mul_(drift, -over_active)
             for centre, gradient in zip(part.centres, drift, strict=True):
-                centre.grad = gradient.to(centre.dtype)
+                if id(centre) in frozen:
+                    centre.sub_(gradient)  # of the last steps before; else zero
+                else:
+                    centre.grad = gradient.to(centre.dtype)
         outer.step()
         for tensor in self._reference:
             tensor.grad = None

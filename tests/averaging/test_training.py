@@ -147,6 +147,29 @@ def test_the_reference_is_the_mean_of_the_models_and_what_fit_leaves(options: An
         assert not any(torch.equal(one[name], other[name]) for name, _ in model.named_parameters())
 
 
+class Freezes(L.Callback):
+    """Freezes a layer in the midst of training."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.layers[2].requires_grad_(False)
+            self.models = []
+            for n in range(2):
+                with trainer.strategy.parallel_model(n) as model:
+                    self.models.append(state(model))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_outer_optimizer_with_momentum_and_decay_leaves_frozen_layers_at_their_mean(every: int) -> None:
+    freezes, model = Freezes(), MLP()
+    outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, weight_decay=0.1)
+    averaging = Averaging(alpha=1.0, every=every, outer_optimizer=outer)
+    train(model, loader(MLP, 64, 8), averaging=averaging, trainer={"callbacks": [freezes], "max_epochs": 3})
+    for name, tensor in state(model).items():
+        mean = torch.stack([models[name] for models in freezes.models]).mean(0)
+        assert torch.allclose(tensor, mean, rtol=1e-6) == name.startswith("layers.2.")
+
+
 def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for num_stages, schedule, order in [(1, "1f1b", 0), (3, "afab", 0), (2, "advance_forward", 1)]:
