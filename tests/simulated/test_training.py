@@ -245,12 +245,19 @@ def test_no_stream_waits_for_what_another_pipeline_logs(simulated: Simulated) ->
     assert few == many
 
 
-def resumed(folder: Path) -> tuple[list[str], list[str]]:
+class Capturable(MLP):
+    """Its optimizer counts steps on the device."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, capturable=True)
+
+
+def resumed(kind: type[MLP], folder: Path) -> tuple[list[str], list[str]]:
     """Names of weights that differ from those of one run after half of it was resumed, and what was found."""
 
     def trained(epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
         torch.manual_seed(4)
-        module, strategy = MLP("adamw"), {"num_microbatches": 4, "num_pipelines": 2}
+        module, strategy = kind("adamw"), {"num_microbatches": 4, "num_pipelines": 2}
         keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
         runner = pipeline(
             strategy=strategy, accelerator=SimulatedAccelerator(), max_epochs=epochs, callbacks=[keeps],
@@ -264,8 +271,11 @@ def resumed(folder: Path) -> tuple[list[str], list[str]]:
     return [name for name, tensor in whole.items() if not torch.equal(tensor, rest[name])], list(report.errors)
 
 
-def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(simulated: Simulated, tmp_path: Path) -> None:
-    assert simulated(resumed, tmp_path) == ([], [])
+@pytest.mark.parametrize("kind", [MLP, Capturable])
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(
+    kind: type[MLP], simulated: Simulated, tmp_path: Path
+) -> None:
+    assert simulated(resumed, kind, tmp_path) == ([], [])
 
 
 def waits(
