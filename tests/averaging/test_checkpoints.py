@@ -90,10 +90,13 @@ def test_a_checkpoint_is_an_ordinary_one_of_the_reference(never_stopped: Any) ->
     expected, folder = never_stopped
     path = folder / "step=8.ckpt"
     assert_equal(state(Net.load_from_checkpoint(path, weights_only=True)), expected.reference)
-    again = Net("adamw", warm_up=True)
-    runner = trainer(max_epochs=3)
-    runner.fit(again, ResumableLoader(Net, 56, 8), ckpt_path=path)
-    assert runner.global_step > 8
+    plain, piped = (Net("adamw", dropout=0.0, warm_up=True) for _ in range(2))
+    runners = trainer(max_epochs=3), pipeline(strategy={"num_microbatches": 1}, max_epochs=3)
+    for model, runner in zip((plain, piped), runners, strict=True):
+        runner.fit(model, ResumableLoader(Net, 56, 8), ckpt_path=path)
+        assert runner.global_step > 8
+    assert_equal(plain, piped)
+    assert not torch.equal(plain.scale, expected.reference["scale"])
 
 
 def test_a_checkpoint_before_the_first_batch_of_a_resume_has_all_models(never_stopped: Any, tmp_path: Path) -> None:

@@ -155,8 +155,10 @@ def test_models_of_replicas_count_samples_as_one_model_does(tmp_path: Path) -> N
         assert_close(found, expected)
 
 
-def test_the_first_step_of_each_model_is_compared_with_a_plain_one() -> None:
+def test_the_first_step_of_each_model_is_compared_with_a_plain_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_avgpipe")
     fit(batches([16, 16]), averaging=Averaging(split_batches=True), verify=True)
+    assert "verified 1 optimizer steps: 4 losses, 13 gradients, 13 weights, 3 buffers equal bit for bit" in caplog.text
 
 
 def test_the_tuner_divides_batches_and_keeps_the_number_of_steps(tmp_path: Path) -> None:

@@ -123,14 +123,6 @@ class Plain(Layers):
         return super().forward(x) * self.scale + F.linear(x, self.second.weight)
 
 
-def test_containers_within_each_other_hold_each_models_own() -> None:
-    found = []
-    for kind in (Nested, Plain):
-        torch.manual_seed(3)
-        found.append(train(kind(), loader(MLP, 48, 8), 2, num_pipelines=3).models)
-    assert_equal(*found)
-
-
 class Constants(Layers):
     """A frozen parameter and a buffer that never changes are the same for all models, wherever they are held."""
 
@@ -143,8 +135,27 @@ class Constants(Layers):
         return self.bias(self.function(super().forward(x)))
 
 
-def test_what_all_models_share_may_be_held_anywhere() -> None:
-    train(Constants(), loader(MLP, 32, 8), 3)
+class PlainConstants(Layers):
+    def keep(self) -> None:
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first.bias + super().forward(x) * self.constant
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_stages"),
+    [
+        pytest.param((Nested, Plain), 2, id="each model's own, in containers within each other"),
+        pytest.param((Constants, PlainConstants), 3, id="what all models share"),
+    ],
+)
+def test_what_models_have_may_be_held_anywhere(kinds: Any, num_stages: int) -> None:
+    found = []
+    for kind in kinds:
+        torch.manual_seed(3)
+        found.append(train(kind(), loader(MLP, 48, 8), num_stages, num_pipelines=3).models)
+    assert_equal(*found)
 
 
 def test_what_begins_to_train_is_looked_at_then() -> None:

@@ -139,12 +139,13 @@ class LateBetween(Hidden):
 
     def through(self, x: Tensor) -> Tensor:
         x = self.a(x)
-        if self.trainer.global_step >= BEGIN:
+        if self.begun:
             x = x * 0.9
             self.first(self, None)
         return self.d(self.c(self.b(x)))  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.begun = batch_idx >= BEGIN
         return self.loss(batch)
 
 
@@ -202,10 +203,6 @@ def test_what_begins_late_and_not_all_stages_do_once_ends_training_with_its_name
         piped(make(), **LATE)
 
 
-def test_a_tensor_that_each_stage_makes_alike_may_be_made_late_between_layers() -> None:
-    piped(LateBetween(made_again, nothing), **LATE)
-
-
 def frozen(module: Any, loss: Any) -> None:
     module.b.alpha, module.number = 0.5, 2.0
 
@@ -226,6 +223,7 @@ def test_a_metric_may_hear_of_something_late() -> None:
     [
         pytest.param(partial(Late, frozen, nothing), id="what each stage does alike at the beginning"),
         pytest.param(partial(Hidden, made_again, nothing), id="a tensor that each stage makes alike"),
+        pytest.param(partial(LateBetween, made_again, nothing), id="such a tensor between layers"),
         pytest.param(partial(Late, nothing, history), id="what the last stage alone keeps"),
     ],
 )

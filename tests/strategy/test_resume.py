@@ -84,8 +84,8 @@ class Positions(L.LightningDataModule):
 class Scheduled(TinyTransformer):
     """What a resume must bring back: dropout's random numbers, Adam's averages, and a learning rate that falls."""
 
-    def __init__(self) -> None:
-        super().__init__("adamw", dropout=0.2)
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__("adamw", dropout)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -221,9 +221,11 @@ def test_a_checkpoint_is_an_ordinary_one_that_one_device_goes_on_from(never_stop
     saved = torch.load(folder / "step=4.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == model.state_dict().keys()
     assert len(saved["optimizer_states"][0]["state"]) == len(list(model.parameters()))
-    runner = trainer(max_epochs=2)
-    runner.fit(opened, ResumableLoader(Scheduled), ckpt_path=folder / "step=4.ckpt")
-    assert runner.global_step == 8
+    plain, piped = (Scheduled(dropout=0.0) for _ in range(2))
+    for opened, runner in ((plain, trainer()), (piped, pipeline(2, strategy={"num_microbatches": 1}))):
+        runner.fit(opened, ResumableLoader(Scheduled), ckpt_path=folder / "step=4.ckpt")
+        assert runner.global_step == 8
+    assert_equal(plain, piped)
 
 
 class Larger(MLP):

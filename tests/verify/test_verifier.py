@@ -432,12 +432,14 @@ class CompiledBetween(MLP):
 
 @pytest.mark.slow  # imports the compiler
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_compiler_rounds_otherwise_is_said_to_be_so() -> None:
+def test_what_a_compiler_rounds_otherwise_is_said_to_be_so(said: list[str]) -> None:
     with pytest.raises(VerificationError, match="verify again with TORCH_COMPILE_DISABLE=1"):
         fit(CompiledBetween())
     torch.compiler.reset()
+    assert not said
     with torch._dynamo.config.patch(disable=True):  # pytest's patch would leave it deleted
         fit(CompiledBetween())
+    assert "equal bit for bit" in said[0]
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
