@@ -67,21 +67,3 @@ def test_half_precision_is_averaged_in_single(use: Callable[[list[Model], Model]
     use(*wide)
     for found, expected in zip((*reference, *made[3], *made[0]), (*wide[1], *wide[0][3], *wide[0][0]), strict=True):
         assert torch.equal(found, expected.to(torch.bfloat16))
-
-
-def test_without_a_barrier_the_formulas_are_those_of_the_documentation() -> None:
-    alpha, rate, count = 1 / 3, 1.7, 3
-    made, reference = models(count, torch.float64)
-    x, z = [m[0].clone() for m in made], reference[0].clone()
-    averaging = StaggeredAveraging(made, reference, alpha, rate)
-    for iteration in range(4):
-        known = z
-        for n, model in enumerate(made):
-            before = model[0].clone()
-            update([model], 1, 10 * iteration + n)
-            delta = model[0] - before
-            averaging.end(n)
-            x[n] = x[n] + rate * delta - alpha * (x[n] - known)
-            z = z + rate * delta / count
-    torch.testing.assert_close(reference[0], z, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)

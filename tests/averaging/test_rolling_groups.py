@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
@@ -23,7 +23,7 @@ from tests.averaging.models import Batches, Models, Net, Unsized
 from tests.comparing import assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
-from tests.strategy.test_rolling import Interrupts, Scaled, newest_first
+from tests.strategy.test_rolling import Interrupts, Scaled, end_of_turn, newest_first, values
 from tests.trainers import pipeline
 
 GROUPS, BATCHES = 2, 16
@@ -68,10 +68,7 @@ class Loop:
         self.reference = copy.deepcopy(module)
         self.alpha, self.outer_lr, self.count = 1 / models, math.sqrt(models), size
         self.told = self.zeros()
-        self.known = [self.values(self.reference) for _ in range(GROUPS)]
-
-    def values(self, module: nn.Module) -> list[Tensor]:
-        return [p.detach().clone() for p in module.parameters()]
+        self.known = [values(self.reference) for _ in range(GROUPS)]
 
     def zeros(self) -> list[Tensor]:
         return [torch.zeros_like(p) for p in self.reference.parameters()]
@@ -85,29 +82,25 @@ class Loop:
 
     def drain(self) -> None:
         self.meet()
-        self.known = [self.values(self.reference) for _ in range(GROUPS)]
+        self.known = [values(self.reference) for _ in range(GROUPS)]
 
     def iteration(self, t: int, factor: float) -> None:
         moves = [self.group(g, of_group(g, self.count * GROUPS)[t], factor) for g in range(GROUPS)]
         self.meet()
         for g, moved in enumerate(moves):
-            self.known[g] = [r + m for r, m in zip(self.values(self.reference), moved, strict=True)]
+            self.known[g] = [r + m for r, m in zip(values(self.reference), moved, strict=True)]
         self.told = [sum(of_all) for of_all in zip(*moves, strict=True)]  # type: ignore[misc]
 
     def group(self, g: int, bundle: Sequence[Any], factor: float) -> list[Tensor]:
         moved = self.zeros()
         for model, optimizer, batch in zip(self.models[g], self.optimizers[g], bundle, strict=True):
-            before = self.values(model)
+            before = values(model)
             optimizer.zero_grad()
             if batch[0].any():
                 model.training_step = lambda part, i, model=model: model.loss(part) * factor
                 accumulate(model, batch, 2)
             optimizer.step()
-            with torch.no_grad():
-                for x, began, known, m in zip(model.parameters(), before, self.known[g], moved, strict=True):
-                    delta = x - began
-                    x.add_(delta, alpha=self.outer_lr - 1).add_(known - began, alpha=self.alpha)
-                    m.add_(delta, alpha=self.outer_lr / self.count)
+            end_of_turn(model, before, self.known[g], moved, self.alpha, self.outer_lr, self.count)
         return moved
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
-from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
@@ -58,20 +57,45 @@ class Scaled(Net):
         return loss * (1 + self.global_step + 3 * batch_idx + 7 * self.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1) -> dict[str, Tensor]:
+def values(module: Any) -> list[Tensor]:
+    """Its parameters as of now."""
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@torch.no_grad()
+def end_of_turn(
+    model: Any, began: list[Tensor], known: list[Tensor], centres: Any, alpha: float, outer_lr: float, count: int
+) -> None:
+    """The rule for the end of a model's iteration, as the documentation has it.
+
+    Args:
+        model: that has stepped.
+        began: its parameters when the iteration began.
+        known: the reference after the previous iteration.
+        centres: to which the model's share in the reference is added.
+        alpha: of averaging.
+        outer_lr: of averaging.
+        count: number N of models that add to the centres.
+    """
+    for x, before, z, centre in zip(model.parameters(), began, known, centres, strict=True):
+        delta = x - before
+        x.add_(delta, alpha=outer_lr - 1).add_(z - before, alpha=alpha)
+        centre.add_(delta, alpha=outer_lr / count)
+
+
+def in_turn(
+    module: Any, batches: list[Any], num_pipelines: int, every: int, alpha: float, outer_lr: float
+) -> dict[str, Tensor]:
     """What one process does without stages: the models take turns to step, after so many iterations, and at the end of
     the data. Gives the reference.
     """
     models = [copy.deepcopy(module) for _ in range(num_pipelines)]
     reference = copy.deepcopy(module)
     optimizers = [model.configure_optimizers() for model in models]
-    lists = [[p.detach() for p in model.parameters()] for model in models]
-    rule = StaggeredAveraging(
-        lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
-    )
     iterations = [batches[i : i + num_pipelines] for i in range(0, len(batches), num_pipelines)]
     for t, bundle in enumerate(iterations):
         begins, steps = t % every == 0, (t + 1) % every == 0 or t + 1 == len(iterations)
+        known = values(reference)
         for n, model in enumerate(models):
             if begins:
                 optimizers[n].zero_grad()
@@ -80,25 +104,32 @@ def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1)
                 model.training_step = lambda part, i, model=model, factor=factor: model.loss(part) * factor
                 accumulate(model, bundle[n], 2)
             if steps:  # what has no gradients stays as it is
+                began = values(model)
                 optimizers[n].step()
-                rule.end(n)
+                end_of_turn(model, began, known, reference.parameters(), alpha, outer_lr, num_pipelines)
     return dict(reference.named_parameters())
 
 
 @pytest.mark.parametrize(
-    ("num_pipelines", "num_stages", "every", "seniority"),
-    [(2, 3, 1, newest_first), (3, 2, 1, Lane.seniority), (2, 1, 1, newest_first), (2, 2, 2, newest_first)],
+    ("num_pipelines", "num_stages", "every", "seniority", "given"),
+    [
+        (2, 3, 1, newest_first, {}),
+        (3, 2, 1, Lane.seniority, {"alpha": 0.3, "outer_lr": 1.7}),
+        (2, 1, 1, newest_first, {}),
+        (2, 2, 2, newest_first, {}),
+    ],
 )
 def test_models_take_turns_as_in_a_plain_loop(
-    num_pipelines: int, num_stages: int, every: int, seniority: Any, monkeypatch: pytest.MonkeyPatch
+    num_pipelines: int, num_stages: int, every: int, seniority: Any, given: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lane, "seniority", seniority)
     torch.manual_seed(3)
     model = Scaled()
     expected = copy.deepcopy(model)
     data = [Net.example(8) for _ in range(7)]  # a ragged end
-    reference = in_turn(expected, data, num_pipelines, every)
-    options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": every}}
+    numbers = {"alpha": 1 / num_pipelines, "outer_lr": num_pipelines**0.5, **given}
+    reference = in_turn(expected, data, num_pipelines, every, **numbers)
+    options = {"averaging": Averaging(rolling=True, **given), "trainer": {"accumulate_grad_batches": every}}
     train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     assert_equal(dict(model.named_parameters()), reference)
