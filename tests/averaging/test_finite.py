@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -97,13 +97,12 @@ def test_the_reference_goes_on_with_the_mean_of_the_others() -> None:
     def reference(after: int, poisoned: int | None, **options: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
 
-        class Keeps(L.Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-                with trainer.strategy.reference():
-                    if trainer.global_step == after:
-                        found.update({name: p.detach().clone() for name, p in module.named_parameters()})
+        def keep(trainer: Any, module: Any, *_: Any) -> None:
+            with trainer.strategy.reference():
+                if trainer.global_step == after:
+                    found.update({name: p.detach().clone() for name, p in module.named_parameters()})
 
-        trained(poisoned, trainer={"callbacks": [Keeps()]}, **options)
+        trained(poisoned, trainer={"callbacks": [LambdaCallback(on_train_batch_end=keep)]}, **options)
         return found
 
     # one step: of three models the last one's batch is poisoned, and the reference moves as the two others do

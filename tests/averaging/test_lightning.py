@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
+    LambdaCallback,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -222,11 +223,8 @@ def turn(module: nn.Module) -> None:
         parameter.copy_(parameter.flip(0))
 
 
-class Changes(L.Callback):
-    """Changes weights in one hook."""
-
-    def __init__(self, hook: str, change: Callable[[nn.Module], None] = clamp) -> None:
-        setattr(self, hook, lambda trainer, module, *_: change(module))
+def changes(hook: str, change: Callable[[nn.Module], None] = clamp) -> list[L.Callback]:
+    return [LambdaCallback(**{hook: lambda trainer, module, *_: change(module)})]
 
 
 class InStep(MLP):
@@ -277,9 +275,9 @@ AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
 @pytest.mark.parametrize(
     ("make", "callbacks", "options", "message"),
     [
-        (MLP, lambda: [Changes("on_train_batch_end")], {}, SEEN_ALONE),
-        (MLP, lambda: [Changes("on_train_batch_end", turn)], {}, SEEN_ALONE),  # the same numbers elsewhere
-        (MLP, lambda: [Changes("on_train_epoch_end")], {}, SEEN_ALONE),
+        (MLP, lambda: changes("on_train_batch_end"), {}, SEEN_ALONE),
+        (MLP, lambda: changes("on_train_batch_end", turn), {}, SEEN_ALONE),  # the same numbers elsewhere
+        (MLP, lambda: changes("on_train_epoch_end"), {}, SEEN_ALONE),
         (InStep, list, {"averaging": Averaging(every=2)}, "code after the step in optimizer_step"),
         (BetweenClosureAndStep, list, {}, r"changes the gradient of 'layers\.0\.bias' .* on_before_optimizer_step"),
         (MLP, lambda: [StochasticWeightAveraging(0.1)], {}, f"StochasticWeightAveraging {AVERAGES}"),
@@ -304,15 +302,13 @@ def test_what_would_change_one_model_alone_is_refused(
         train(make(), loader(MLP, 48, 8), 2, trainer={"callbacks": callbacks(), "max_epochs": 2}, **options)
 
 
-class Everywhere(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+def test_who_changes_all_models_goes_on() -> None:
+    def clamp_all(trainer: Any, *_: Any) -> None:
         for n in range(trainer.strategy.num_pipelines):
             with trainer.strategy.parallel_model(n) as model:
                 clamp(model)
 
-
-def test_who_changes_all_models_goes_on() -> None:
-    options = {"callbacks": [Everywhere()], "max_epochs": 2}
+    options = {"callbacks": [LambdaCallback(on_train_batch_end=clamp_all)], "max_epochs": 2}
     found = train(Net("adamw"), loader(Net, 48, 8), 2, loader(Net, 16, 8), trainer=options)
     assert found.trainer.global_step == 6
     for model in found.models:

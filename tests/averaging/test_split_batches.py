@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeTuner
@@ -27,16 +26,6 @@ class Logs(Net):
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "inputs": batch[0]}
-
-
-class Sees(L.Callback):
-    """What hooks are given at the end of each batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, Any, int]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *rest: Any) -> None:
-        self.seen.append((outputs, *rest))
 
 
 def batches(sizes: list[int]) -> list[tuple[Tensor, ...]]:
@@ -79,10 +68,11 @@ def test_with_sgd_and_momentum_they_train_as_one_model_does_on_whole_batches() -
 
 
 def test_hooks_are_given_whole_batches_and_their_results() -> None:
-    data, sees = batches([16, 16, 12]), Sees()
+    data, seen = batches([16, 16, 12]), list[Any]()
+    sees = LambdaCallback(on_train_batch_end=lambda trainer, module, *given: seen.append(given))
     _, models = fit(data, averaging=Averaging(split_batches=True), trainer={"callbacks": [sees]})
-    assert models.trainer.num_training_batches == 3
-    for number, (outputs, batch, batch_idx) in enumerate(sees.seen):
+    assert models.trainer.num_training_batches == len(seen) == 3
+    for number, (outputs, batch, batch_idx) in enumerate(seen):
         assert batch_idx == number
         assert torch.equal(batch[0], data[number][0])
         assert torch.equal(outputs["inputs"], data[number][0])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, Packet
@@ -332,19 +332,14 @@ def test_what_an_earlier_channel_has_awaited_on_the_connection_takes_nothing_of_
 # -- in processes ----------------------------------------------------------------------------------------------------
 
 
-class Counting(L.Callback):
-    """Notes the threads of this package in the last iteration that do not end with a wait."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.threads = [name for name in threads() if name != "avgpipe collective"]
-
-
 def trained() -> list[list[str]]:
+    """The threads of this package in the last iteration that do not end with a wait."""
     found = []
     for count in (1, 4):
-        counting = Counting()
-        pipeline(3, 3, {"num_pipelines": count}, callbacks=[counting], max_epochs=1).fit(MLP(), loader(MLP, 8, 2))
-        found.append(counting.threads)
+        seen = list[list[str]]()
+        note = LambdaCallback(on_train_batch_end=lambda *_, seen=seen: seen.append(threads()))
+        pipeline(3, 3, {"num_pipelines": count}, callbacks=[note], max_epochs=1).fit(MLP(), loader(MLP, 8, 2))
+        found.append([name for name in seen[-1] if name != "avgpipe collective"])
     return found
 
 

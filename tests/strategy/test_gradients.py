@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -106,7 +106,10 @@ class InCallback(MLP):
     """Leaves it to a callback."""
 
     def configure_callbacks(self) -> Any:
-        return [Clips()]
+        def clip(trainer: Any, module: Any, optimizer: Any) -> None:
+            clip_grad_norm_(module.parameters(), 0.02)
+
+        return [LambdaCallback(on_before_optimizer_step=clip)]
 
 
 class InTwoGroups(MLP):
@@ -115,13 +118,6 @@ class InTwoGroups(MLP):
     def configure_optimizers(self) -> Any:
         of_biases, of_weights = ([p for n, p in self.named_parameters() if kind in n] for kind in ("bias", "weight"))
         return torch.optim.SGD([{"params": of_biases, "lr": 0.05}, {"params": of_weights}], lr=0.1)
-
-
-class Clips(L.Callback):
-    """Clips what it sees."""
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        clip_grad_norm_(module.parameters(), 0.02)
 
 
 MODELS = (MLP, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)

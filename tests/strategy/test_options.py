@@ -14,7 +14,7 @@ from typing import Any
 import docstring_parser
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lightning_avgpipe
 from lightning_avgpipe import AdaptiveFreezing, Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline
@@ -132,19 +132,16 @@ def test_a_small_number_for_memory_is_said_to_be_bytes() -> None:
         pipeline(strategy={"memory_limit": 2}).fit(MLP(), loader(MLP, 8, 4))
 
 
-class Alone(Callback):
-    """Asks for other numbers, on one rank only."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+def asking_alone(rank: int) -> str:
+    def ask(trainer: Any, *_: Any) -> None:
         if trainer.is_global_zero:
             trainer.strategy.reconfigure(num_microbatches=2)
 
-
-def asking_alone(rank: int) -> str:
     with pytest.raises(AvgPipeError, match="num_microbatches is 2 on rank 0, but 4 on rank 1; give"):
         pipeline(2, 2, {"num_microbatches": 2 + 2 * rank}).fit(MLP(), loader(MLP, 32, 8))
     with pytest.raises(AvgPipeError) as raised:
-        pipeline(2, 2, {"timeout": 6}, callbacks=[Alone()]).fit(MLP(), loader(MLP, 32, 8))
+        asks = LambdaCallback(on_train_batch_end=ask)
+        pipeline(2, 2, {"timeout": 6}, callbacks=[asks]).fit(MLP(), loader(MLP, 32, 8))
     return f"{type(raised.value).__name__}: {raised.value}"
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -169,30 +169,23 @@ def test_what_is_frozen_in_stages_is_what_is_frozen_on_one_device(mode: str) -> 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
-    class Rows(L.Callback):
-        """Notes how many samples the first layer sees in each epoch."""
+    def begin(*_: Any) -> None:
+        Counted.rows = 0
 
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            Counted.rows = 0
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            self.seen.append(Counted.rows)
-
-    found = {}
+    rows, found = list[int](), {}  # how many samples the first layer sees in each epoch
+    noting = LambdaCallback(on_train_epoch_start=begin, on_train_epoch_end=lambda *_: rows.append(Counted.rows))
     for cache in (None, "1MB"):
         torch.manual_seed(3)
-        module, rows = FineTuned(dropout=0.1), Rows()
+        rows.clear()
+        module = FineTuned(dropout=0.1)
         callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=2, replan=True, cache=cache)
         batches = loader(FineTuned, 3 * SIZE, SIZE, shuffle=True)
         strategy = {"num_microbatches": MICRO_BATCHES}
-        runner = pipeline(stages, strategy=strategy, max_epochs=4, callbacks=[callback, rows])
+        runner = pipeline(stages, strategy=strategy, max_epochs=4, callbacks=[callback, noting])
         runner.fit(module, batches)
         found[cache] = module.state_dict()
         # layers are frozen in epoch 2; the first of the three batches of epoch 3 is computed, and compared
-        assert rows.seen[3] == (3 * SIZE if cache is None else SIZE)
+        assert rows[3] == (3 * SIZE if cache is None else SIZE)
     assert_equal(found[None], found["1MB"])
 
 
@@ -250,12 +243,11 @@ def test_a_run_that_resumes_goes_on_with_the_same_bits(mode: str, tmp_path: Path
 def test_frozen_layers_are_in_eval_mode_also_after_a_validation() -> None:
     seen: list[list[bool]] = []
 
-    class Looks(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            seen.append([block[1].training for block in pl_module.encoder.blocks])
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        seen.append([block[1].training for block in module.encoder.blocks])
 
-    callback = AdaptiveFreezing(alpha=0.4)
-    runner = pipeline(2, callbacks=[callback, Looks()], max_epochs=2, val_check_interval=1)
+    callbacks = [AdaptiveFreezing(alpha=0.4), LambdaCallback(on_train_batch_end=look)]
+    runner = pipeline(2, callbacks=callbacks, max_epochs=2, val_check_interval=1)
     runner.fit(FineTuned(dropout=0.5), loader(FineTuned, 2 * SIZE, SIZE), loader(FineTuned, SIZE, SIZE))
     assert seen == [[True] * 5] * 2 + [[False] * 2 + [True] * 3] * 2
 
