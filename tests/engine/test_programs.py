@@ -42,6 +42,18 @@ def trained(
     return runner
 
 
+def assert_repeats(make: Callable[[], Any], *args: Any, **options: Any) -> Any:
+    """Train a module whose micro-batches may be repeated: weights and logs are those of its twin whose step is
+    followed in every one. Gives the module.
+    """
+    followed, repeated = twins(make)
+    one = trained(followed, *args, **{**options, "static_step": False})
+    two = trained(repeated, *args, **options)
+    assert_same_parameters(followed, repeated)
+    assert one.callback_metrics == two.callback_metrics
+    return repeated
+
+
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The stages that have followed a micro-batch, each as often as it has."""
@@ -59,6 +71,7 @@ class Logged(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
+        self.log_dict({"double": 2 * loss.detach()})
         return loss
 
 
@@ -253,13 +266,7 @@ class Noisy(MLP):
 def test_weights_and_logs_are_those_of_following_every_micro_batch(
     model: Any, num_stages: int, options: dict[str, Any]
 ) -> None:
-    torch.manual_seed(0)
-    followed = model()
-    repeated = copy.deepcopy(followed)
-    one = trained(followed, num_stages=num_stages, **{**options, "static_step": False})
-    two = trained(repeated, num_stages=num_stages, **options)
-    assert_same_parameters(followed, repeated)
-    assert one.callback_metrics == two.callback_metrics
+    assert_repeats(model, None, num_stages, **options)
 
 
 # -- steps that leave something behind --------------------------------------------------------------------------------
@@ -450,10 +457,7 @@ class Mixes(Logged):
 
 
 def test_what_is_drawn_late_is_drawn_for_every_micro_batch() -> None:
-    models = twins(Mixes)
-    for model, static in zip(models, (False, "auto"), strict=True):
-        trained(model, static_step=static)
-    assert_same_parameters(*models)
+    assert_repeats(Mixes)
 
 
 def test_a_first_batch_of_one_sample_tells_nothing() -> None:
@@ -477,12 +481,7 @@ def test_a_first_batch_of_one_sample_tells_nothing() -> None:
     ],
 )
 def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(make: Callable[[], ReadsFactor]) -> None:
-    followed = make()
-    repeated = copy.deepcopy(followed)
-    trained(followed, static_step=False)
-    trained(repeated)
-    assert followed.cooling.factor < 1
-    assert_same_parameters(followed, repeated)
+    assert assert_repeats(make).cooling.factor < 1
 
 
 def test_what_it_changes_in_a_micro_batch_that_is_repeated_comes_too_late() -> None:
@@ -610,12 +609,7 @@ def late_differences() -> DataLoader[Any]:
 def test_a_micro_batch_with_another_flag_structure_or_shape_is_followed(
     make: Callable[[], Any], num_stages: int
 ) -> None:
-    torch.manual_seed(0)
-    followed = make()
-    repeated = copy.deepcopy(followed)
-    trained(followed, late_differences(), num_stages, static_step=False)
-    trained(repeated, late_differences(), num_stages)
-    assert_same_parameters(followed, repeated)
+    assert_repeats(make, late_differences(), num_stages)
 
 
 class Unfreezes(KeepsRowsOfUnit):
@@ -820,13 +814,7 @@ class CoolingByTensor(Cooling):
 def test_micro_batches_are_repeated_only_where_the_same_is_true_of_them(
     make: Callable[[], Any], num_stages: int
 ) -> None:
-    torch.manual_seed(0)
-    followed = make()
-    repeated = copy.deepcopy(followed)
-    one = trained(followed, late_differences(), num_stages, static_step=False)
-    two = trained(repeated, late_differences(), num_stages)
-    assert_same_parameters(followed, repeated)
-    assert one.callback_metrics == two.callback_metrics
+    assert_repeats(make, late_differences(), num_stages)
 
 
 def test_what_a_unit_returns_twice_may_be_two_tensors_where_a_cut_follows() -> None:
@@ -848,10 +836,6 @@ class Listed(MLP):
 
 def test_a_sample_may_come_twice_in_a_micro_batch() -> None:
     """As one object, of a dataset in memory whose samples are drawn with replacement."""
-    torch.manual_seed(0)
     pairs = [*zip(*MLP.example(48), strict=True)]
     order = [*range(16), 16, 16, *range(18, 48)]
-    model, other = twins(Listed)
-    for each, static in ((model, "auto"), (other, False)):
-        trained(each, DataLoader(pairs, 16, sampler=order, collate_fn=list), static_step=static)
-    assert_same_parameters(model, other)
+    assert_repeats(Listed, DataLoader(pairs, 16, sampler=order, collate_fn=list))
