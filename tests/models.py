@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Regression(L.LightningModule):
-    """Base: a loss, logging and an optimizer; subclasses give layers and ``example``."""
+    """Base: a loss, logging and an optimizer; subclasses give layers, and their ``example`` if it is another one."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Regression(L.LightningModule):
 
     @staticmethod
     def example(size: int) -> Any:
-        raise NotImplementedError
+        return torch.randn(size, 8), torch.randn(size, 8)
 
     def loss(self, batch: Any) -> Tensor:
         inputs, targets = batch
@@ -52,18 +52,12 @@ class MLP(Regression):
         super().__init__(optimizer)
         self.layers = nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(8, 8), nn.Tanh())))
 
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randn(size, 8), torch.randn(size, 8)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
 class Normed(Regression):
     """Buffers that its stages change, and random numbers."""
-
-    example = staticmethod(MLP.example)
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
@@ -241,10 +235,6 @@ class Blocks(Regression):
         self.layers.append(self.layers[0])
         self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(6))
         self.dropout = nn.Dropout(0.3)
-
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randn(size, 8), torch.randn(size, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from tests.comparing import state
-from tests.models import MLP, Regression
+from tests.models import Regression
 from tests.trainers import pipeline
 
 
@@ -49,8 +49,6 @@ class Net(Regression):
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
         self.scale = nn.Parameter(torch.ones(8))
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         h, _ = self.lstm(self.first(x).unflatten(1, (2, 4)))

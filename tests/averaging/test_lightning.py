@@ -92,8 +92,6 @@ class Finetuned(Regression):
         self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
         self.head = nn.Linear(8, 8)
 
-    example = MLP.example
-
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x).tanh())
 

@@ -23,8 +23,6 @@ from tests.trainers import Reconfigures
 class Layers(Regression):
     """Subclasses hold tensors of theirs in unusual places."""
 
-    example = MLP.example
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)

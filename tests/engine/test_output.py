@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.commands import run
-from tests.models import MLP, Regression, loader
+from tests.models import Regression, loader
 from tests.trainers import pipeline
 
 SCRIPT = """
@@ -89,8 +89,6 @@ class Speaks(Regression):
         super().__init__("sgd")
         self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         self.say = say
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         self.say("first")

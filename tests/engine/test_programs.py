@@ -175,8 +175,6 @@ class Caching(Regression):
         super().__init__("sgd")
         self.blocks = nn.ModuleList(Remembers() for _ in range(4))
 
-    example = staticmethod(MLP.example)
-
     def loss(self, batch: Any) -> Tensor:
         x, target = batch
         memory = Memory()
@@ -535,8 +533,6 @@ class Gives(nn.Linear):
 
 class Asks(Regression):
     """Doubles the loss of a large micro-batch."""
-
-    example = staticmethod(MLP.example)
 
     def __init__(self, said: Callable[[bool], Any], heard: Callable[[Any], bool]) -> None:
         super().__init__("sgd")

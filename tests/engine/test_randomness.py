@@ -66,8 +66,6 @@ class Drawing(Regression):
         super().__init__("adamw")
         self.blocks = nn.ModuleList(Drops() for _ in range(3))
 
-    example = staticmethod(MLP.example)
-
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.randn_like(x) * 0.01
         for block in self.blocks:
@@ -189,8 +187,6 @@ class Deciding(Regression):
         self.is_captured = False
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 8)
-
-    example = staticmethod(MLP.example)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -322,8 +318,6 @@ class Seeding(Regression):
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__("adamw")
         self.a, self.b, self.c, self.d = nn.Linear(8, 8), kind(), kind(), nn.Linear(8, 8)
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.d(self.c(self.b(self.a(x))))  # type: ignore[no-any-return]

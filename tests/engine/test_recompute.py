@@ -52,8 +52,6 @@ class Counters(Regression):
         self.mean = MeanMetric()
         self.register_buffer("steps", torch.zeros(()))
 
-    example = staticmethod(MLP.example)
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)

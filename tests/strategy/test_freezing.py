@@ -19,7 +19,7 @@ from lightning_avgpipe.schedule import num_forward_only
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
 from tests.comparing import assert_equal
-from tests.models import MLP, Regression, loader
+from tests.models import Regression, loader
 from tests.trainers import pipeline, trainer
 
 SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 4
@@ -30,7 +30,6 @@ class FineTuned(Regression):
     """A backbone of four blocks, and a head."""
 
     backwards = 0
-    example = staticmethod(MLP.example)
 
     def __init__(self, frozen: int = 0, norm: Any = nn.BatchNorm1d) -> None:
         super().__init__()

@@ -235,8 +235,6 @@ class Tied(Regression):
         if tied:
             self.last.weight = self.first.weight
 
-    example = staticmethod(MLP.example)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.between(self.first(x)))
 

@@ -19,7 +19,7 @@ from tests import processes
 from tests.averaging.models import Batches
 from tests.averaging.test_groups import Bomb
 from tests.comparing import assert_close, assert_equal, state
-from tests.models import MLP, Regression
+from tests.models import Regression
 from tests.trainers import pipeline
 
 MICRO = 4  # samples of a micro-batch
@@ -34,8 +34,6 @@ class Normalised(Regression):
         self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
         self.second = nn.Linear(8, 8)
         self.last = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.batch_norm(self.second(self.first(x)), None, None, training=True))

@@ -18,7 +18,7 @@ from lightning_avgpipe.weights import tied
 from tests import processes
 from tests.comparing import assert_equal, assert_same_gradients, assert_same_parameters, state
 from tests.driver import Engine, accumulate
-from tests.models import MLP, Regression, TiedTransformer, loader
+from tests.models import Regression, TiedTransformer, loader
 from tests.trainers import pipeline
 
 
@@ -31,8 +31,6 @@ class Recurrent(Regression):
         self.cell = nn.GRUCell(8, 8)
         self.scale = nn.Parameter(torch.ones(8))
         self.leave = nn.Linear(8, 8)
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -93,8 +91,6 @@ class Drawn(Regression):
         self.last.weight = self.first.weight
         self.register_buffer("features", torch.randn(8, 8))
         self.order = nn.Parameter(torch.randperm(64).float(), requires_grad=False)
-
-    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.between(self.first(x @ self.features)))

@@ -37,7 +37,6 @@ class Counted(nn.Linear):
 class FineTuned(Regression):
     """An embedding that is tied to nothing, five blocks, and a head."""
 
-    example = staticmethod(MLP.example)
     first: Any = Counted
     norm: Any = nn.BatchNorm1d
 
