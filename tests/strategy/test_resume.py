@@ -496,22 +496,6 @@ def test_shards_are_evaluated_without_reading_the_optimizer(two_processes: Any) 
     assert all(torch.equal(model.state_dict()[name], value) for name, value in two_processes[0][0]["sharded"].items())
 
 
-def test_an_optimizer_without_state_is_saved_in_shards_too(tmp_path: Path) -> None:
-    def fit(model: Regression, epochs: int, path: Path | None = None) -> Any:
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
-        runner = pipeline(2, strategy={**MICRO, "save_distributed_checkpoint": True}, max_epochs=epochs)
-        runner.fit(model, loader(MLP, 16, 8), ckpt_path=path)
-        return runner
-
-    torch.manual_seed(4)
-    first = MLP()
-    expected, again = copy.deepcopy(first), copy.deepcopy(first)
-    fit(expected, 2)
-    fit(first, 1).save_checkpoint(tmp_path / "half.ckpt")
-    fit(again, 2, tmp_path / "half.ckpt")
-    assert_same_parameters(expected, again)
-
-
 def test_shards_and_a_checkpoint_plugin_are_not_combined() -> None:
     with pytest.raises(ConfigurationError, match="would not use Elsewhere"):
         pipeline(2, strategy={"save_distributed_checkpoint": True}, plugins=[Elsewhere()]).fit(MLP(), loader(MLP, 8, 8))

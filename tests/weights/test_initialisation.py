@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from benchmarks import memory
-from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.strategy.checkpoint_files import load_shards
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
@@ -195,24 +197,37 @@ def test_a_module_that_cannot_be_initialised_is_named(kind: type[Helpless]) -> N
         pipeline(2, max_epochs=1).fit(model, loader(MLP, 8, 8))
 
 
-def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
+def with_helpless() -> MLP:
+    model = MLP("adamw")
+    model.layers.append(Helpless())
+    return model
+
+
+def assert_resumes(
+    make: Callable[[], Any], data: Any, folder: Path, strategy: dict[str, Any], on_meta: bool = True, **options: Any
+) -> None:
+    """Train two epochs, and the second one from a checkpoint, in another number of stages: the weights are the same.
+
+    Args:
+        make: makes the module.
+        data: batches.
+        folder: for checkpoints.
+        strategy: its options.
+        on_meta: whether the module that resumes is built on meta from the outside.
+        options: of the trainer that resumes.
+    """
     torch.manual_seed(3)
-    saved = MLP("adamw")
-    saved.layers.append(Helpless())
-    through = MLP("adamw")
-    through.layers.append(Helpless())
-    through.load_state_dict(saved.state_dict())
-    half = pipeline(2, max_epochs=1)
-    half.fit(saved, loader(MLP, 16, 8))
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    with torch.device("meta"):
-        resumed = MLP("adamw")
-        resumed.layers.append(Helpless())
-    pipeline(3, strategy={"num_microbatches": 8}, max_epochs=2).fit(
-        resumed, loader(MLP, 16, 8), ckpt_path=tmp_path / "half.ckpt"
-    )
-    pipeline(2, max_epochs=2).fit(through, loader(MLP, 16, 8))
+    through, strategy = make(), {"num_microbatches": 4, **strategy}
+    saving = {"callbacks": [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], "enable_checkpointing": True}
+    pipeline(2, strategy=strategy, **saving).fit(through, data)
+    with torch.device("meta") if on_meta else nullcontext():
+        resumed = make()
+    pipeline(3, strategy=strategy, **options).fit(resumed, data, ckpt_path=folder / "epoch=0.ckpt")
     assert_same_parameters(through, resumed)
+
+
+def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
+    assert_resumes(with_helpless, loader(MLP, 16, 8), tmp_path, {})
 
 
 class Renamed(MLP):
@@ -336,19 +351,15 @@ class Stepping(MLP):
         return self.kind(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pipelines": 2, "averaging": Averaging(save_models=True)}])
-@pytest.mark.parametrize("kind", [Packs, Wraps])
-def test_an_optimizer_resumes_with_its_states(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    through = Stepping(kind)
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    runner = pipeline(2, strategy=options, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
-    runner.fit(through, loader(MLP, 64, 8))
-    half = tmp_path / f"step={runner.global_step // 2}.ckpt"
-    with torch.device("meta"):
-        resumed = Stepping(kind)
-    pipeline(2, strategy=options, max_epochs=2).fit(resumed, loader(MLP, 64, 8), ckpt_path=half)
-    assert_same_parameters(through, resumed)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *((kind, strategy) for kind in (Packs, Wraps) for strategy in ({}, {"num_pipelines": 2})),
+        (torch.optim.SGD, {"save_distributed_checkpoint": True}),  # has none
+    ],
+)
+def test_an_optimizer_resumes_with_its_states(kind: Any, strategy: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes(partial(Stepping, kind), loader(MLP, 64, 8), tmp_path, strategy)
 
 
 def work(folder: Path) -> dict[str, Any]:
@@ -381,19 +392,10 @@ def work(folder: Path) -> dict[str, Any]:
 
 
 def test_a_module_without_contents_resumes_from_a_distributed_checkpoint(tmp_path: Path) -> None:
-    strategy = {"num_microbatches": 4, "save_distributed_checkpoint": True}
-
-    def fit(epochs: int, path: Path | None = None) -> Any:
-        torch.manual_seed(5)
-        callbacks = [SavesAtStart(tmp_path / f"before_{epochs}")]
-        runner = pipeline(2, strategy=strategy, max_epochs=epochs, callbacks=callbacks)
-        runner.fit(Mixed(tied=False), loader(Mixed, 16, 8), ckpt_path=path)
-        return runner
-
-    fit(1).save_checkpoint(tmp_path / "first")
-    through, resumed = fit(2), fit(2, tmp_path / "first")
-    assert_same_parameters(through.lightning_module, resumed.lightning_module)
-    first, before = (load_shards(tmp_path / name, True, None) for name in ("first", "before_2"))
+    sharded, saving = {"save_distributed_checkpoint": True}, SavesAtStart(tmp_path / "before")
+    make, data = partial(Mixed, tied=False), loader(Mixed, 16, 8)
+    assert_resumes(make, data, tmp_path, sharded, on_meta=False, callbacks=[saving])
+    first, before = (load_shards(tmp_path / name, True, None) for name in ("epoch=0.ckpt", "before"))
     for name in ("state_dict", "optimizer_states"):
         assert_equal(before[name], first[name])
 
