@@ -15,57 +15,9 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.commands import run
+from tests import processes
 from tests.models import Regression, loader
 from tests.trainers import pipeline
-
-SCRIPT = """
-import logging, sys, warnings
-import lightning as L, torch
-from torch import nn
-import lightning_avgpipe
-
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
-warnings.simplefilter("always")
-
-class Speaking(nn.Linear):
-    def forward(self, x):
-        print(f"unit {x.shape[1]}")
-        return super().forward(x)
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = Speaking(6, 5), Speaking(5, 4), nn.Linear(4, 1)
-    def training_step(self, batch, batch_idx):
-        print("begins")
-        h = self.a(batch[0])
-        warnings.warn("between")
-        logging.getLogger("mine").warning("logged")
-        h = self.b(h)
-        print("to stderr", file=sys.stderr)
-        return self.c(h).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-if __name__ == "__main__":
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 6)), batch_size=4)
-    strategy = lightning_avgpipe.AvgPipeStrategy(num_microbatches=2, costs_cache=None)
-    L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
-              enable_progress_bar=False).fit(Net(), data)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_say_what_one_would_from_the_first_batch_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    output = run(tmp_path, script)
-    # occurrences, not lines: without a buffer two processes write between a text and its end of line
-    said = {text: output.count(text) for text in ("begins", "unit 6", "unit 5", "logged", "to stderr")}
-    assert set(said.values()) == {6}, said
-    assert output.count("UserWarning: between") == 6
-    assert "No handlers" not in output
 
 
 def by_print(text: str) -> None:
@@ -84,10 +36,25 @@ def by_logger(text: str) -> None:
     logging.getLogger("tests.speaking").warning(text)
 
 
+WAYS, TEXTS = (by_print, by_stderr, by_warning, by_logger), ("first", "layer", "last")
+
+
+class Speaking(nn.Linear):
+    """A layer that says its name."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(8, 8)
+        self.say = say
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.say("layer")
+        return super().forward(x)
+
+
 class Speaks(Regression):
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__("sgd")
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.layers = nn.Sequential(nn.Linear(8, 8), Speaking(say), nn.Linear(8, 8), nn.Linear(8, 8))
         self.say = say
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,8 +65,8 @@ class Speaks(Regression):
         return x
 
 
-def heard(module: Regression, **options: Any) -> Counter[str]:
-    """What is said in two batches of four micro-batches, on three stages."""
+def heard(module: Regression, num_stages: int = 3, devices: int = 1, **options: Any) -> Counter[str]:
+    """What is said in two batches of four micro-batches."""
     out, handler = io.StringIO(), logging.StreamHandler()
     handler.setStream(out)
     logger = logging.getLogger("tests.speaking")
@@ -108,7 +75,7 @@ def heard(module: Regression, **options: Any) -> Counter[str]:
         warnings.showwarning = lambda message, *_: print(message)
         warnings.simplefilter("always")
         options = {"num_microbatches": 4, **options}
-        pipeline(3, strategy=options, max_epochs=1).fit(module, loader(type(module), 16, 8))
+        pipeline(num_stages, devices, options, max_epochs=1).fit(module, loader(type(module), 16, 8))
     logger.removeHandler(handler)
     return Counter(out.getvalue().splitlines())
 
@@ -119,4 +86,18 @@ def heard(module: Regression, **options: Any) -> Counter[str]:
 )
 def test_each_micro_batch_is_heard_once(say: Callable[[str], None], options: dict[str, Any]) -> None:
     lines = heard(Speaks(say), **options)
-    assert (lines["first"], lines["last"]) == (8, 8)
+    assert [lines[text] for text in TEXTS] == [8, 8, 8]
+
+
+def in_every_way(text: str) -> None:
+    for way in WAYS:
+        way(f"{way.__name__} {text}")
+
+
+def test_two_processes_say_together_what_one_would(tmp_path: Path) -> None:
+    measured = {"costs": "measured", "costs_cache": None}
+    said = processes.everywhere(2, lambda: heard(Speaks(in_every_way), 2, 2, **measured), folder=tmp_path)
+    lines = sum(said, Counter())
+    assert {line: count for line, count in lines.items() if line.startswith("by_")} == {
+        f"{way.__name__} {text}": 8 for way in WAYS for text in TEXTS
+    }

@@ -63,6 +63,7 @@ def ended(process: Any) -> str:
     """What a script has said that ends well."""
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
+    assert "No handlers" not in errors
     return str(errors)
 
 
