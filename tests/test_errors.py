@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
+from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
@@ -27,71 +27,67 @@ def parallel(**averaging: Any) -> dict[str, Any]:
     return {"num_pipelines": 2, "averaging": Averaging(**averaging)}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
-        ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer from 1 to 1024; for example num_stages=4"),
-        ({"num_pipelines": 0}, "num_pipelines=0: must be an integer from 1"),
-        (
-            {"schedule": "zigzag"},
-            "'zigzag': must be one of 'advance_forward', '1f1b', 'afab', .*'broadcast', .*'auto', or a function",
-        ),
-        ({"advance": -1}, "advance=-1: must be 'auto' or an integer from 0"),
-        ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
-        ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
-        ({"split_points": "layers.2"}, r"use split_points=\['layers.2'\]"),
-        ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
-        ({"start_method": "rsh"}, "start_method='rsh'"),
-        ({"memory_limit": "10"}, "memory_limit='10': must be a size such as '10GB'"),
-        ({"num_stages": 10**6}, "num_stages=1000000: must be 'auto' or an integer from 1 to 1024"),
-        ({"split_points": 5}, r"split_points=5: must be a list of names of submodules, or None .*\['layers.4'\]"),
-        ({"split_points": [3]}, r"split_points=\[3\]: must be a list of names"),
-        ({"split_batch": "rows"}, r"split_batch='rows': must be a function \(batch, num_microbatches\)"),
-        ({"timeout": 0}, r"timeout=datetime.timedelta\(0\): must be a timedelta, a number of seconds, or a string"),
-        ({"timeout": timedelta(seconds=-1)}, "timeout=.*: must be a timedelta.* from 1 ms to 365 days"),
-        ({"timeout": float("nan")}, "timeout=nan: must be"),
-        ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
-        ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
-        *(({"recompute": value}, "recompute=") for value in ("blocks", 1, [], [1], None)),
-        ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
-        ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
-        ({"compile": {"mode": "reduce-overhead"}}, "several micro-batches under way; use .*max-autotune-no-cudagraphs"),
-        ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs keep the values of one call"),
-        # what does not go together
-        ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
-        ({"compile": True, "verify": True}, "verify once without compile"),
-        ({"loss_weight": "labels", "loss_reduction": "sum"}, "loss_reduction='sum'"),
-        ({"shard": "optimizer", "replicas": 1}, "replicas=1: it needs replicas"),
-        ({"shard": "optimizer", "replicas": 2, "num_pipelines": 2}, "num_pipelines=2: it needs one pipeline"),
-        ({"shard": "optimizer", "replicas": 2, "save_distributed_checkpoint": True}, "it needs one file"),
-        (parallel(split_batches=True) | {"loss_reduction": "sum"}, r"split_batches=True\) with loss_reduction='sum'"),
-        (
-            parallel(every=4, delay=1, on_nonfinite="skip"),
-            r"Averaging\(delay=1\) with Averaging\(on_nonfinite='skip'\): a model starts again",
-        ),
-        (parallel(rolling=True, groups=2, wire="int8"), rf"{ROLLING} Averaging\(wire='int8'\)"),
-        (parallel(rolling=True, every=2), rf"{ROLLING} Averaging\(every="),
-        (parallel(rolling=True, outer_optimizer=torch.optim.SGD), rf"{ROLLING} Averaging\(outer_optimizer="),
-        (parallel(rolling=True, on_nonfinite="skip"), rf"{ROLLING} Averaging\(on_nonfinite="),
-        (parallel(rolling=True) | {"verify": True}, f"{ROLLING} verify="),
-        (parallel(rolling=True) | {"links": Links(reader="first")}, rf"{ROLLING} Links\(reader="),
-        # where it is, or what may be meant
-        ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
-        ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
-        ({"num_stage": 2}, "has no option 'num_stage': did you mean 'num_stages'"),
-        ({"averaging": {"rolling": True}}, "must be an Averaging; for example averaging=Averaging"),
-    ],
-)
-def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        AvgPipeStrategy(**options)
+OF_STRATEGY: list[tuple[dict[str, Any], str]] = [
+    ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
+    ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer from 1 to 1024; for example num_stages=4"),
+    ({"replicas": 0}, "replicas=0: must be"),
+    ({"num_pipelines": 0}, "num_pipelines=0: must be an integer from 1"),
+    (
+        {"schedule": "zigzag"},
+        "'zigzag': must be one of 'advance_forward', '1f1b', 'afab', .*'broadcast', .*'auto', or a function",
+    ),
+    ({"advance": -1}, "advance=-1: must be 'auto' or an integer from 0"),
+    ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
+    ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
+    ({"split_points": "layers.2"}, r"use split_points=\['layers.2'\]"),
+    ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
+    ({"start_method": "rsh"}, "start_method='rsh'"),
+    ({"memory_limit": "10"}, "memory_limit='10': must be a size such as '10GB'"),
+    ({"num_stages": 10**6}, "num_stages=1000000: must be 'auto' or an integer from 1 to 1024"),
+    ({"split_points": 5}, r"split_points=5: must be a list of names of submodules, or None .*\['layers.4'\]"),
+    ({"split_points": [3]}, r"split_points=\[3\]: must be a list of names"),
+    ({"split_batch": "rows"}, r"split_batch='rows': must be a function \(batch, num_microbatches\)"),
+    ({"timeout": 0}, r"timeout=datetime.timedelta\(0\): must be a timedelta, a number of seconds, or a string"),
+    ({"timeout": timedelta(seconds=-1)}, "timeout=.*: must be a timedelta.* from 1 ms to 365 days"),
+    ({"timeout": float("nan")}, "timeout=nan: must be"),
+    ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
+    ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
+    ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
+    *(({"recompute": value}, "recompute=") for value in ("blocks", 1, [], [1], None)),
+    ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
+    ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
+    ({"compile": {"mode": "reduce-overhead"}}, "several micro-batches under way; use .*max-autotune-no-cudagraphs"),
+    ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs keep the values of one call"),
+    # what does not go together
+    ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
+    ({"compile": True, "verify": True}, "verify once without compile"),
+    ({"loss_weight": "labels", "loss_reduction": "sum"}, "loss_reduction='sum'"),
+    ({"shard": "optimizer", "replicas": 1}, "replicas=1: it needs replicas"),
+    ({"shard": "optimizer", "replicas": 2, "num_pipelines": 2}, "num_pipelines=2: it needs one pipeline"),
+    ({"shard": "optimizer", "replicas": 2, "save_distributed_checkpoint": True}, "it needs one file"),
+    (parallel(split_batches=True) | {"loss_reduction": "sum"}, r"split_batches=True\) with loss_reduction='sum'"),
+    (
+        parallel(every=4, delay=1, on_nonfinite="skip"),
+        r"Averaging\(delay=1\) with Averaging\(on_nonfinite='skip'\): a model starts again",
+    ),
+    (parallel(rolling=True, groups=2, wire="int8"), rf"{ROLLING} Averaging\(wire='int8'\)"),
+    (parallel(rolling=True, every=2), rf"{ROLLING} Averaging\(every="),
+    (parallel(rolling=True, outer_optimizer=torch.optim.SGD), rf"{ROLLING} Averaging\(outer_optimizer="),
+    (parallel(rolling=True, on_nonfinite="skip"), rf"{ROLLING} Averaging\(on_nonfinite="),
+    (parallel(rolling=True) | {"verify": True}, f"{ROLLING} verify="),
+    (parallel(rolling=True) | {"links": Links(reader="first")}, rf"{ROLLING} Links\(reader="),
+    # where it is, or what may be meant
+    ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
+    ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
+    ({"num_stage": 2}, "has no option 'num_stage': did you mean 'num_stages'"),
+    ({"averaging": {"rolling": True}}, "must be an Averaging; for example averaging=Averaging"),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        *((AvgPipeStrategy, options, message) for options, message in OF_STRATEGY),
         (Averaging, {"processes_per_device": 0}, "processes_per_device=0: must be an integer from 1"),
         (Averaging, {"alpha": 1.5}, r"alpha=1.5: must be a number from 0 to 1, or None for 1/N"),
         (Averaging, {"outer_lr": 0}, "outer_lr=0: must be 'auto' or a number above 0"),
@@ -114,23 +110,55 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         (Averaging, {"every": 4, "delay": 4}, r"delay=4, every=4\).*use every=5 or more, or a smaller delay"),
         (Averaging, {"every": 4, "wire": "int4"}, "int8"),
         (Links, {"wire": "fp8"}, "wire='fp8'"),
+        (AvgPipeTuner, {"max_num_pipelines": 0}, "AvgPipeTuner: max_num_pipelines=0: must be an integer from 1"),
+        (AvgPipeTuner, {"max_num_pipelines": True}, "max_num_pipelines=True"),
+        (AvgPipeTuner, {"microbatch_candidates": []}, r"microbatch_candidates=\[\]: must be a list of numbers"),
+        (AvgPipeTuner, {"microbatch_candidates": [4, 0]}, r"microbatch_candidates=\[4, 0\]"),
+        (AvgPipeTuner, {"microbatch_candidates": 8}, "microbatch_candidates=8"),
+        (AvgPipeTuner, {"memory_limit": "much"}, "memory_limit='much'"),
+        (AvgPipeTuner, {"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
+        (AvgPipeTuner, {"dirpath": 3}, "dirpath=3: must be the path of a directory"),
+        (
+            AvgPipeTuner,
+            {"samples_factor": 0},
+            "=0: must be a number from 0.01 to 100, or such numbers by",
+        ),
+        (AvgPipeTuner, {"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
+        (AvgPipeTuner, {"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),
     ],
 )
-def test_a_wrong_value_within_an_option_is_refused_at_once(kind: type, options: dict[str, Any], message: str) -> None:
+def test_a_wrong_option_is_refused_at_once(kind: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         kind(**options)
 
 
 @pytest.mark.parametrize(
-    ("devices", "num_stages", "message"),
+    ("num_stages", "devices", "strategy", "message"),
     [
-        (3, 2, "num_stages=2, replicas=1, groups=1 take 2 processes, but there are 3 .*use devices=2"),
-        (2, 3, "num_stages=3 on 2 devices: .* use num_stages=2 or 4"),
+        (2, 3, {}, "num_stages=2, replicas=1, groups=1 take 2 processes, but there are 3 .*use devices=2"),
+        (3, 2, {}, "num_stages=3 on 2 devices: .* use num_stages=2 or 4"),
+        ("auto", 3, {"replicas": 2}, r"replicas=2, groups=1 take 2 processes, but there are 3 .*use devices=2"),
+        (3, 4, {"replicas": 2}, "num_stages=3 on 2 devices of each replica"),
+        (
+            "auto",
+            4,
+            {"links": Links(bandwidth=[[1.0]])},
+            r"Links\(bandwidth=...\) has no use with planner='balanced'; use planner='spp', or leave it",
+        ),
+        ("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"}, r"replicas=\[3, 1\] and schedule='zb_h1'"),
+        (
+            "auto",
+            8,
+            {"replicas": [3, 1], "num_pipelines": 2, "averaging": Averaging(rolling=True, groups=2)},
+            r"replicas=\[3, 1\] and .*rolling=True.*one group",
+        ),
     ],
 )
-def test_devices_must_fit_the_stages(devices: int, num_stages: int, message: str) -> None:
+def test_devices_must_fit_the_stages_and_their_replicas(
+    num_stages: Any, devices: int, strategy: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        pipeline(num_stages, devices)
+        pipeline(num_stages, devices, strategy)
 
 
 class Closure(MLP):

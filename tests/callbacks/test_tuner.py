@@ -416,27 +416,6 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_num_pipelines": 0}, "AvgPipeTuner: max_num_pipelines=0: must be an integer from 1"),
-        ({"max_num_pipelines": True}, "max_num_pipelines=True"),
-        ({"microbatch_candidates": []}, r"microbatch_candidates=\[\]: must be a list of numbers"),
-        ({"microbatch_candidates": [4, 0]}, r"microbatch_candidates=\[4, 0\]"),
-        ({"microbatch_candidates": 8}, "microbatch_candidates=8"),
-        ({"memory_limit": "much"}, "memory_limit='much'"),
-        ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
-        ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
-        ({"samples_factor": 0}, "samples_factor=0: must be a number from 0.01 to 100, or such numbers by"),
-        ({"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
-        ({"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        AvgPipeTuner(**arguments)
-
-
-@pytest.mark.parametrize(
     ("strategy", "message"),
     [
         ({"num_microbatches": 4}, "AvgPipeTuner chooses .* the strategy was given num_microbatches=4; remove"),

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.microbatch import split
@@ -459,30 +459,6 @@ def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path:
 
 
 # -- and otherwise ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "devices", "strategy", "message"),
-    [
-        ("auto", 3, {"replicas": 2}, r"replicas=2, groups=1 take 2 processes, but there are 3 .*use devices=2"),
-        (3, 4, {"replicas": 2}, "num_stages=3 on 2 devices of each replica"),
-        (1, 1, {"replicas": 0}, "replicas=0: must be"),
-        (
-            "auto", 4, {"links": Links(bandwidth=[[1.0]])},
-            r"Links\(bandwidth=...\) has no use with planner='balanced'; use planner='spp', or leave it",
-        ),
-        ("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"}, r"replicas=\[3, 1\] and schedule='zb_h1'"),
-        (
-            "auto", 8, {"replicas": [3, 1], "num_pipelines": 2, "averaging": Averaging(rolling=True, groups=2)},
-            r"replicas=\[3, 1\] and .*rolling=True.*one group",
-        ),
-    ],
-)  # fmt: skip
-def test_what_replicas_cannot_be_is_refused_by_name(
-    num_stages: Any, devices: int, strategy: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        pipeline(num_stages, devices, strategy)
 
 
 def keeping(step: str, position: int) -> CallGraph:
