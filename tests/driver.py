@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,12 +87,22 @@ class Engine:
         return results
 
 
-def accumulate(module: Any, batch: Any, num_microbatches: int) -> list[Tensor]:
+def accumulate(module: Any, batch: Any, num_microbatches: int, batch_idx: int = 0) -> list[Tensor]:
     """What one process does: the micro-batches in order, each loss weighted by its share of the batch."""
     parts: list[MicroBatch] = split(batch, num_microbatches)
     losses = []
     for part in parts:
-        loss = module.training_step(part.data, 0)
+        loss = module.training_step(part.data, batch_idx)
         (loss * part.weight).backward()
         losses.append(loss.detach())
     return losses
+
+
+def by_hand(module: Any, batches: Iterable[Any], num_microbatches: int) -> Any:
+    """Train a module in one process as its optimizer says, with a step for each batch; gives the module."""
+    optimizer = module.configure_optimizers()
+    for batch_idx, batch in enumerate(batches):
+        optimizer.zero_grad()
+        accumulate(module, copy.deepcopy(batch), num_microbatches, batch_idx)
+        optimizer.step()
+    return module

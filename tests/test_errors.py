@@ -121,7 +121,7 @@ OF_STRATEGY: list[tuple[dict[str, Any], str]] = [
         (
             AvgPipeTuner,
             {"samples_factor": 0},
-            "=0: must be a number from 0.01 to 100, or such numbers by",
+            "samples_factor=0: must be a number from 0.01 to 100, or such numbers by",
         ),
         (AvgPipeTuner, {"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
         (AvgPipeTuner, {"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),

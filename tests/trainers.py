@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.planning import Plan
 from tests.comparing import assert_same_parameters
-from tests.driver import accumulate
+from tests.driver import by_hand
 from tests.models import Regression, loader
 
 MICROBATCHES = 4  # a power of two: dividing by it is exact, so both trainings agree bit for bit
@@ -153,11 +153,7 @@ def assert_defaults_equal_accumulation(module: L.LightningModule, batch: Any, nu
     trainer(strategy=stages, max_epochs=1).fit(module, DataLoader(data, batch_size=None))
     plan = stages.plan
     assert plan is not None and plan.forecast is not None and plan.measured
-    optimizer: Any = plain.configure_optimizers()
-    for _ in range(2):
-        optimizer.zero_grad()
-        accumulate(plain, copy.deepcopy(batch), plan.forecast.num_microbatches)
-        optimizer.step()
+    by_hand(plain, [batch, batch], plan.forecast.num_microbatches)
     assert any(not torch.equal(p, q) for p, q in zip(plain.parameters(), before.parameters(), strict=True))
     assert_same_parameters(plain, module, exact=not plan.copied)
     return plan

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe.errors import ConfigurationError, OnlyInUnitsError
 from tests.commands import run
 from tests.comparing import assert_same_gradients, assert_same_parameters
-from tests.driver import Engine, accumulate
+from tests.driver import Engine, by_hand
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -334,11 +334,7 @@ def test_a_unit_that_seeds_draws_what_it_draws_in_one_process(
     model = Seeding(kind)
     plain = copy.deepcopy(model)
     torch.manual_seed(3)
-    batch, optimizer = plain.example(8), plain.configure_optimizers()
-    for _ in range(3):
-        optimizer.zero_grad()
-        accumulate(plain, batch, 4)
-        optimizer.step()
+    by_hand(plain, [plain.example(8)] * 3, 4)
     found, _ = trained(model, num_stages, schedule)
     assert_same_gradients(plain, found)
     assert_same_parameters(plain, found)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AvgPipeError
-from tests import processes
+from tests import driver, processes
 from tests.trainers import trainer
 
 NUM_MICROBATCHES = 4
@@ -52,13 +51,7 @@ def data() -> DataLoader:
 
 def by_hand(module: Any, num_microbatches: int = NUM_MICROBATCHES) -> Any:
     """What one process makes of the module in an epoch, micro-batch by micro-batch."""
-    optimizer = module.configure_optimizers()
-    for batch_idx, batch in enumerate(data()):
-        optimizer.zero_grad()
-        for part in split(tuple(batch), num_microbatches):
-            (module.training_step(part.data, batch_idx) * part.weight).backward()
-        optimizer.step()
-    return module
+    return driver.by_hand(module, (tuple(batch) for batch in data()), num_microbatches)
 
 
 def piped(

@@ -22,7 +22,7 @@ from lightning_avgpipe.systems.asynchronous.versions import Place, VersionPolicy
 from tests import processes
 from tests.averaging.models import Batches, Net
 from tests.comparing import assert_close, assert_equal, state
-from tests.driver import accumulate
+from tests.driver import by_hand
 from tests.models import loader
 from tests.strategy.test_rolling import (
     Changing,
@@ -194,12 +194,7 @@ def test_what_the_first_step_settles_for_all_is_no_change_by_a_hook(policy: str)
 def test_one_stage_is_trained_plainly(policy: str | PipeOptim) -> None:
     torch.manual_seed(0)
     model, data = Chain(Recurrent, MOMENTUM), batches(4, 4)
-    expected = copy.deepcopy(model)
-    optimizer = expected.configure_optimizers()
-    for batch in data:
-        optimizer.zero_grad()
-        accumulate(expected, batch, 2)
-        optimizer.step()
+    expected = by_hand(copy.deepcopy(model), data, 2)
     fit(model, Batches(data), policy, 2, num_stages=1, max_epochs=1)
     assert_equal(state(model), state(expected))
 
