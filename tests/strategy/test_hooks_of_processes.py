@@ -18,6 +18,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric
@@ -25,7 +26,7 @@ from torchmetrics import MeanMetric
 from lightning_avgpipe import Averaging
 from tests import processes
 from tests.comparing import assert_equal
-from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped, states_of_two_processes
+from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped
 from tests.trainers import trainer
 
 TWO_EPOCHS, THREE_EPOCHS = {"max_epochs": 2}, {"max_epochs": 3}
@@ -560,26 +561,17 @@ def test_hooks_read_the_statistics_of_all_models_whatever_the_order_of_iteration
     assert_equal(in_two[0]["statistics"], expected)
 
 
-class Monitors(L.Callback):
-    """Reads a metric of validation on every process, in the sanity check too."""
-
-    def __init__(self) -> None:
-        self.found = list[float]()
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.found.append(float(trainer.callback_metrics["loss"]))
-
-
 class Monitored(Layers):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(batch))
 
 
 def callbacks_find_metrics_on_every_process_in_the_sanity_check_too(devices: int) -> Any:
-    monitors = Monitors()
-    piped(Monitored(), 2, devices, {"callbacks": [monitors]}, costs="flops", verify=False)
-    assert len(monitors.found) == 2
-    return monitors.found
+    found = list[float]()
+    monitor = LambdaCallback(on_validation_epoch_end=lambda trainer, _: found.append(trainer.callback_metrics["loss"]))
+    piped(Monitored(), 2, devices, {"callbacks": [monitor]}, costs="flops", verify=False)
+    assert len(found) == 2
+    return found
 
 
 class Scaled(nn.Module):
@@ -715,6 +707,33 @@ def at_the_end_hooks_find_all_weights_of_all_models_on_every_process(devices: in
     return module.saved, module.state_dict()
 
 
+class Centring(nn.Module):
+    """Fills a buffer that is registered without a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.centre: Tensor | None
+        self.register_buffer("centre", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.centre = mean if self.centre is None else 0.9 * self.centre + 0.1 * mean
+        return self.linear(x - self.centre)
+
+
+class Centred(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Centring()  # type: ignore[assignment]
+
+
+def every_process_has_a_buffer_that_was_registered_without_a_tensor(devices: int) -> Any:
+    state = piped(Centred(), 2, devices, split_points=["c"]).state_dict()
+    assert "b.centre" in state
+    return state
+
+
 FINDS = (
     callbacks_on_every_process_find_the_metrics_of_an_epoch,
     hooks_that_call_each_other_are_followed_once,
@@ -723,6 +742,7 @@ FINDS = (
     callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
     at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them,
     at_the_end_hooks_find_all_weights_of_all_models_on_every_process,
+    every_process_has_a_buffer_that_was_registered_without_a_tensor,
 )
 
 
@@ -912,31 +932,3 @@ def test_who_needs_or_changes_what_another_process_has_is_told(makes: Any, tmp_p
     cases = [(make, ahead if make is ClipsWeights else options) for make in makes]
     for make, errors in zip(makes, errors_of_two_processes(cases, tmp_path), strict=True):
         assert all(re.search(REFUSED[make], error) for error in errors), errors
-
-
-class Centring(nn.Module):
-    """Fills a buffer that is registered without a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.centre: Tensor | None
-        self.register_buffer("centre", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        self.centre = mean if self.centre is None else 0.9 * self.centre + 0.1 * mean
-        return self.linear(x - self.centre)
-
-
-class Centred(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = Centring()  # type: ignore[assignment]
-
-
-def test_every_process_has_a_buffer_that_was_registered_without_a_tensor(tmp_path: Path) -> None:
-    one = piped(Centred(), split_points=["c"]).state_dict()
-    assert "b.centre" in one
-    for state in states_of_two_processes(Centred, tmp_path, split_points=["c"]):
-        assert_equal(state, one)
