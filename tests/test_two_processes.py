@@ -91,20 +91,6 @@ CONJUGATED = (lambda x: torch.fft.fft(x).conj()), (lambda x: torch.fft.ifft(x).r
 LOCAL = (lambda x: PAIR(x, 2 * x)), (lambda pair: pair.x + pair.y)
 
 
-class Normed(MLP):
-    """Running statistics on both stages, and a counter that belongs to the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for i in range(0, 10, 2):
-            self.layers[i] = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.steps += 1
-        return super().training_step(batch, batch_idx)
-
-
 def returning(returned: Function, read: Function) -> MLP:
     """What the first of two units returns, and how the second one reads it."""
     model = MLP()
@@ -114,13 +100,12 @@ def returning(returned: Function, read: Function) -> MLP:
 
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "two stages in each process": (lambda: TinyTransformer(dropout=0.2), 4, {}),
-    "statistics": (Normed, 2, {"num_microbatches": 2}),
     "a conjugated tensor": (lambda: returning(*CONJUGATED), 2, {"split_points": ["layers.1"]}),
     "the order of dimensions": (Transposing, 4, {"num_microbatches": 2}),
     "compiled units": (lambda: TinyTransformer(dropout=0.2), 2, {"compile": {"backend": "eager"}}),
 }
 KINDS = {kind.__name__: kind for kind in MODELS}
-FAST = ("UNet", "two stages in each process", "statistics", "a conjugated tensor")
+FAST = ("UNet", "two stages in each process", "a conjugated tensor")
 SLOW = tuple(name for name in (*KINDS, *CASES) if name not in FAST)
 
 
@@ -149,7 +134,6 @@ def test_two_processes_leave_what_one_does_bitwise(names: Sequence[str], tmp_pat
             assert_equal(second[name], one[name], name)
             saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
             assert_equal({key: saved[key] for key in one[name][0]}, one[name][0], name)
-    assert "statistics" not in names or one["statistics"][0]["steps"] == 4  # micro-batches
 
 
 # -- streams, limits, places, errors: of two processes ---------------------------------------------------------------

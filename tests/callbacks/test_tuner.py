@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from lightning_avgpipe.tuning.predictors import Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Setting, from_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import Result
+from lightning_avgpipe.utils.patching import replaced
 from tests import processes
 from tests.comparing import assert_equal
 from tests.comparing import state as weights_of
@@ -255,28 +257,19 @@ def test_a_larger_factor_prefers_one_pipeline(tmp_path: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class ScarceStage:
-    """Takes the place of a stage's forwards: batches in so few micro-batches do not fit one of the stages."""
+@contextmanager
+def scarce(stage: int, too_few: int, error: Callable[[str], BaseException] = torch.OutOfMemoryError) -> Iterator[None]:
+    """A stage has no room for batches in so few micro-batches."""
+    perform = Stage.perform
 
-    def __init__(
-        self, stage: int, too_few: int, error: Callable[[str], BaseException] = torch.OutOfMemoryError
-    ) -> None:
-        self._stage, self._too_few, self._error = stage, too_few, error
-        self._perform = Stage.perform
+    def limited(self: Stage, action: Action, task: Any, message: Any) -> Any:
+        short = self.program.stage == stage and len(task.args) <= too_few
+        if task.trains and short and action == Action(FORWARD, 1):  # others are under way by then
+            raise error("tried to allocate 3.00 GiB")
+        return perform(self, action, task, message)
 
-    def __enter__(self) -> None:
-        scarce = self
-
-        def perform(self: Stage, action: Action, task: Any, message: Any) -> Any:
-            short = self.program.stage == scarce._stage and len(task.args) <= scarce._too_few
-            if task.trains and short and action == Action(FORWARD, 1):  # others are under way by then
-                raise scarce._error("tried to allocate 3.00 GiB")
-            return scarce._perform(self, action, task, message)
-
-        Stage.perform = perform  # type: ignore[method-assign]
-
-    def __exit__(self, *_: Any) -> None:
-        Stage.perform = self._perform  # type: ignore[method-assign]
+    with replaced(Stage, "perform", limited):
+        yield
 
 
 def mlp(tuner: Any, strategy: dict[str, Any] | None = None, devices: int = 1, **options: Any) -> tuple[Any, L.Trainer]:
@@ -296,7 +289,7 @@ def host_allocator(text: str) -> RuntimeError:
 def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any, liking: Any, tmp_path: Path) -> None:
     liking(Setting(2), Setting(4))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=tmp_path)
-    with ScarceStage(stage, 2, error):
+    with scarce(stage, 2, error):
         mlp(tuner)
     assert {c.setting.num_microbatches for c in tuner.result.candidates} == {4, 8}
     assert tuner.result.choice.setting == Setting(4)
@@ -304,14 +297,14 @@ def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any,
 
 def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [4, 16, 32], profile_batches=6, dirpath=tmp_path)
-    with ScarceStage(1, 16):
+    with scarce(1, 16):
         pipeline(2, callbacks=[tuner], max_epochs=1).fit(MLP(), loader(MLP, 64, 32))
     counts = {c.setting.num_microbatches for c in tuner.result.candidates}
     assert counts == {tuner.result.profile.num_microbatches} == {32}
 
 
 def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: Path) -> None:
-    with ScarceStage(1, 8), pytest.raises(TuningError) as raised:
+    with scarce(1, 8), pytest.raises(TuningError) as raised:
         mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
     said = str(raised.value)
     for part in (
@@ -372,7 +365,7 @@ def tuned(folder: Path) -> dict[str, Any]:
     like(Setting(2, 2, 1), Setting(4, 2, 1))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=folder)
     saving = ModelCheckpoint(folder, filename="half", every_n_train_steps=1, save_top_k=1)
-    with ScarceStage(0, 2):
+    with scarce(0, 2):
         model, runner = mlp(tuner, devices=2, callbacks=[saving], enable_checkpointing=True)
     found["tuned"] = (weights_of(model), runner.global_step)
     found["result"] = tuner.result

@@ -54,13 +54,14 @@ class Late(Layers):
         self.box = {"factor": 1.0}
         self.b, self.c = Scaled(self.box), Scaled(self.box)  # type: ignore[assignment]
         self.first, self.last, self.number, self.history = first, last, 1.0, list[float]()
+        self.plain = torch.ones(8)
         self.register_buffer("mean", torch.zeros(8))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         begun = batch_idx >= BEGIN
         if begun:
             self.first(self, None)
-        loss = self.loss((batch[0] / self.number, batch[1]))
+        loss = self.loss((batch[0] / self.number * self.plain, batch[1]))
         return loss if not begun or (found := self.last(self, loss)) is None else found
 
 
@@ -115,7 +116,7 @@ class Hidden(Late):
 
     def __init__(self, first: Any, last: Any) -> None:
         super().__init__(first, last)
-        self.kept, self.plain, self.mask = [Scaled(self.box)], torch.ones(8), torch.ones(8)
+        self.kept, self.mask = [Scaled(self.box)], torch.ones(8)
 
 
 def hidden(module: Any, loss: Any) -> None:
@@ -161,6 +162,7 @@ BY_ONE_STAGE: list[tuple[Any, Any, str]] = [
     (nothing, alpha, rf"assigns 'b.alpha' at {LINE} alpha, .* an earlier stage would not see"),
     (alpha, nothing, rf"assigns 'b.alpha' at {LINE} alpha, .* each stage in this process"),
     (nothing, number, rf"assigns 'number' at {LINE} number, .* an earlier stage would not see"),
+    (nothing, plain, rf"assigns 'plain' at {LINE} plain, .* an earlier stage would not see"),
     (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
     (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
     (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),

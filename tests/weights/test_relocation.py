@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
-from lightning_avgpipe.weights.ownership import give_up
-from lightning_avgpipe.weights.relocation import ModuleTensors, Relocation, relocate
+from lightning_avgpipe.weights.relocation import Relocation
 from tests import threads
 
 OLD = {"a": (0,), "b": (0,), "c": (1,), "d": (0, 1, 2), "e": ()}
@@ -89,19 +88,3 @@ def test_small_tensors_travel_together_and_no_message_exceeds_the_bucket() -> No
     assert not nothing
     assert sent[2::3] == [1024] * 4  # contents, after lengths and description
     assert all(torch.equal(arrived[str(i)], torch.full((16,), float(i))) for i in range(64))
-
-
-def test_a_gradient_goes_with_its_parameter() -> None:
-    def move(processes: Collectives) -> Tensor:
-        layer = nn.Linear(2, 2, bias=False)
-        if processes.rank:
-            give_up(layer, ["weight"])
-        else:
-            layer.weight.grad = torch.ones(2, 2)
-        there = Relocation({"weight": (0,)}, {"weight": (1,)})
-        relocate(there, processes, [ModuleTensors(layer)], torch.device("cpu"))
-        return layer.weight
-
-    left, arrived = in_threads(2, move)
-    assert left.is_meta and not arrived.is_meta
-    assert arrived.grad is not None and torch.equal(arrived.grad, torch.ones(2, 2))

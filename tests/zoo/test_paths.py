@@ -323,20 +323,6 @@ class TwoStagesKeep(Paths):
         return self.bank(self.through(self.bank(self.layers[0](x), self.is_other(x)), 1))
 
 
-class KeepsAMean(Paths):
-    """Some batches leave a mean of late values, from which the first stage goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_other, x = self.is_other(x), self.through(self.layers[0](x) - self.mean, 1)
-        if is_other:
-            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        return x
-
-
 LINE = r"at test_paths\.py:\d+ in"
 REFUSED: dict[Callable[[], Paths], list[str]] = {
     Needs: [
@@ -362,7 +348,6 @@ REFUSED: dict[Callable[[], Paths], list[str]] = {
         "clone one of them, or compute out of place",
     ],
     OtherEncoder: [rf"it came to unit 'encoder' {LINE} forward now"],
-    KeepsAMean: [rf"assigns 'mean' {LINE} forward, which it did not do .* an earlier stage would not see"],
     OtherParameter: [rf"add\(\) {LINE} forward uses the parameter 'other' on stage 0"],
     Penalty: [rf"grad\(\) {LINE} derived asks for a derivative .* stage 1 has not made"],
     LooksAtGradient: [rf"register_hook\(\) {LINE} derived asks for a derivative"],
