@@ -44,6 +44,7 @@ from lightning_avgpipe.utils.tree import dict_type
 from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 ITEMS = (list, dict, set, deque)
+_COPIES: dict[Any, Any] = {list: list, set: set, deque: list, tuple: tuple, frozenset: tuple}  # what items are kept in
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -313,10 +314,16 @@ def _items_reader(cls: type) -> Callable[[Any], Any]:
     if issubclass(cls, dict):
         read = dict_type(cls).items
         return lambda obj: dict(read(obj))
-    for kind, copy in ((set, set), (ITEMS, list), ((tuple, frozenset), tuple)):
+    for kind, copy in _COPIES.items():
         if issubclass(cls, kind):
-            return copy
+            return lambda obj: copy(kind.__iter__(obj))  # a class may have methods of its own that raise
     return lambda obj: None
+
+
+def num_items(obj: Any) -> int | None:
+    """Return the number of items of a container, also if its class has another idea of it; None for other objects."""
+    kind = next((kind for kind in (dict, *_COPIES) if isinstance(obj, kind)), None)
+    return None if kind is None else kind.__len__(obj)
 
 
 def _put_items(obj: Any, items: Any) -> None:

@@ -25,10 +25,10 @@ from lightning_avgpipe.state.objects import (
     ATOMS,
     FIXED,
     GENERATORS,
-    ITEMS,
     Buffers,
     ObjectState,
     Variable,
+    num_items,
     put_state,
     state_of,
 )
@@ -256,7 +256,7 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
         if cls in ATOMS or id(obj) in seen or not is_open(cls):
             continue
         seen[id(obj)] = obj
-        if not isinstance(obj, (*ITEMS, tuple, frozenset)) or 0 < len(obj) <= most:
+        if (size := num_items(obj)) is None or 0 < size <= most:
             waiting.extend(state_of(obj).children())
     return list(seen.values())
 

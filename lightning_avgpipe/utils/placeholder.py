@@ -67,6 +67,7 @@ class Absent(Tensor):
     raises an :class:`AbsentValueError` that names the value and says what to do.
     """
 
+    __module__ = "torch"  # by which libraries (opt_einsum) choose the functions that they call
     _name: str
     _advice = (
         "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _SHOWN = 60  # most characters of a value in a message
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A few numbers that stand for a tensor.
+    """A few numbers that stand for a tensor. Fingerprints are equal if the tensors are, whose norms may be NaN.
 
     Attributes:
         shape: shape of the tensor.
@@ -35,9 +35,9 @@ class Fingerprint:
     shape: tuple[int, ...]
     dtype: str
     digest: int
-    norm: float
-    projection: float
-    rounding: float
+    norm: float = field(compare=False)
+    projection: float = field(compare=False)
+    rounding: float = field(compare=False)
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:

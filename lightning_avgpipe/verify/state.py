@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE
+from lightning_avgpipe.state.objects import OF_EVERY_MODULE, num_items
 from lightning_avgpipe.utils.lightning import LIGHTNING, pl
 from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.placeholder import Absent
@@ -92,8 +92,8 @@ def _entries(
         yield name, ..., place
     else:
         yield name, _ENTERED, place
-        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-            yield f"len({name})", len(value), (id(value), "its length")
+        if (size := num_items(value)) is not None:
+            yield f"len({name})", size, (id(value), "its length")
         for inner, entry in below:
             yield from _entries(name + inner, entry, passed | {id(value)}, depth - 1, (id(value), inner))
 

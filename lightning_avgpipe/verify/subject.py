@@ -98,7 +98,12 @@ class Subject:
 
     @property
     def rounds(self) -> bool:
-        """Whether stages may round otherwise than a plain run, since views with gaps in memory arrive without them."""
+        """Whether stages may round otherwise than a plain run.
+
+        Views with gaps in memory arrive without them, and TorchScript optimises code after it has run some times.
+        """
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
+            return True
         if self.plan is None or self.cluster.group.world_size == 1:
             return False
         graph = self.plan.graph

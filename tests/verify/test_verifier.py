@@ -745,6 +745,13 @@ def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
     assert len(digests | {fingerprint(swapped).digest}) == 6
 
 
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_tensors_whose_numbers_are_not_finite_have_equal_fingerprints(number: float) -> None:
+    """Such as the mask of a language model, in a buffer of all processes."""
+    tensor = torch.full((4, 4), number).triu(1)
+    assert fingerprint(tensor) == fingerprint(tensor.clone()) != fingerprint(tensor + 1)
+
+
 # -- python -m lightning_avgpipe.verify: a script is verified as it is -------------------------------------------------
 
 SCRIPT = """

@@ -505,6 +505,25 @@ class WithAdjoint(Own):
         return self.after(Adjoint.apply(flow.f, self.before(x), *flow.parameters))
 
 
+class Described(tuple[Any, ...]):
+    """A description of what a layer computes, which has no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class OfLibraries(Own):
+    """Holds a tuple without a length, and chooses functions by the library that a tensor's class is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.described = mlp(4), mlp(3), Described(("even", "odd"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        functions = {"torch": torch}[type(y := self.before(x)).__module__.partition(".")[0]]
+        return self.after(functions.einsum("sd,sd->sd", y, y))
+
+
 class MixedBatch(Own):
     """Tensors, texts, numbers and Nones in one batch, which the step takes apart."""
 
@@ -532,7 +551,7 @@ def fixed(model: type[Regression]) -> type[Regression]:
 MODELS: tuple[type[Regression], ...] = (
     Siamese, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
     OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle,
-    Measured, GatedExperts, InPlace, Branching, Transformed, WithAdjoint, MixedBatch,
+    Measured, GatedExperts, InPlace, Branching, Transformed, WithAdjoint, OfLibraries, MixedBatch,
     *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
 )  # fmt: skip
 
