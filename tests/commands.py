@@ -42,7 +42,7 @@ def started(*commands: Command, folder: Path | None = None) -> Iterator[list[sub
             if _session(pid) in sessions:
                 os.kill(pid, signal.SIGKILL)
         for process in running:
-            process.communicate()
+            process.communicate(timeout=ENDING_S)
 
 
 def run(folder: Path, *arguments: object, **environment: str) -> str:

@@ -249,11 +249,9 @@ def check(fault: Fault, folder: Path) -> None:
         outcomes = processes.run(3, train, fault, folder, folder=folder, pids=pids)
     finally:
         over.set()
-        waking.join()
-    deadline = time.monotonic() + GONE_S  # a child that is killed with its parent takes a moment
-    while (left := sessions() & set(pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left, "processes are left behind"
+        waking.join(GONE_S)
+    # a child that is killed with its parent takes a moment
+    processes.until(lambda: not sessions() & set(pids), f"the end of the children of processes {pids}", GONE_S)
     check_saved(folder)
     victim, others = outcomes[fault.rank], [o for rank, o in enumerate(outcomes) if rank != fault.rank]
     assert (folder / "struck").exists(), f"ended before it happened: {[outcome.error for outcome in outcomes]}"

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 
 LIMIT_S = 90.0
 ENDING_S = 3.0  # for threads that have been told to end
+LOOK_S = 0.05  # between two looks at what nobody reports
 
 
 def free_port() -> int:
@@ -32,6 +33,24 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
+
+
+def until(seen: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+    """Wait for what another process or thread does; fails when it has not come in time.
+
+    Args:
+        seen: gives something true when it has come.
+        what: that is waited for.
+        limit_s: how long.
+
+    Returns:
+        What was seen.
+    """
+    deadline, never = time.monotonic() + limit_s, threading.Event()
+    while not (found := seen()):
+        assert time.monotonic() < deadline, f"{what} did not come within {limit_s:.0f} s"
+        never.wait(LOOK_S)
+    return found
 
 
 class Outcome:
@@ -85,7 +104,7 @@ def run(
     for process in processes:
         if process.is_alive():
             process.kill()
-            process.join()
+            process.join(ENDING_S)
     assert not stuck, f"ranks {stuck} did not end within {LIMIT_S:.0f} s"
     outcomes = []
     for rank, process in zip(started, processes, strict=True):

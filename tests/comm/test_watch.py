@@ -147,7 +147,7 @@ def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watchin
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 0 \(stage 1\) waits, and nothing arrived for 0\.5 s"):
         Waits(arrivals["here"], watch, 0.5).until(lambda: False, "waits")
-    thread.join()
+    thread.join(5.0)
     assert time.monotonic() - begin >= 1.0
 
 

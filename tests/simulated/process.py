@@ -69,7 +69,7 @@ class SimulatedProcess:
     def close(self) -> None:
         """End the process, whatever it does."""
         self._process.kill()
-        self._process.join()
+        self._process.join(LIMIT_S)
         self._connection.close()
 
 

@@ -14,7 +14,7 @@ from lightning_avgpipe.comm.topology import Party
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
 from tests.simulated.process import SimulatedProcess
-from tests.threads import Hub, Injector, MemoryGroup
+from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
 
 Simulated = Callable[..., Any]
 
@@ -156,7 +156,8 @@ def in_two_threads(work: Callable[[int, Callable[[str], Communicator]], Any]) ->
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join()
+        rank.join(LIMIT_S)
+        assert not rank.is_alive()
     return given
 
 

@@ -126,7 +126,8 @@ def test_an_interrupted_writing_leaves_the_checkpoint_before(
 def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
     dead = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     dead.start()
-    dead.join()
+    dead.join(processes.LIMIT_S)
+    assert dead.exitcode == 0
     here, living = platform.node(), os.getppid()
     (tmp_path / f".epoch=0.ckpt.{here}-{dead.pid}.saving").write_text("half a file")
     (tmp_path / f".epoch=1.ckpt.{here}-{dead.pid}.saving").mkdir()

@@ -7,7 +7,6 @@ import multiprocessing
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests import processes
 from tests.commands import LIMIT_S, Command, started
 from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
-from tests.processes import free_port
+from tests.processes import free_port, until
 from tests.trainers import pipeline, trainer
 
 SCRIPT = Path(__file__).parents[1] / "script.py"
@@ -112,10 +111,7 @@ def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) -> None:
     with started(([str(SCRIPT), *options(tmp_path, epochs=10_000)], {})) as (process,):
-        deadline = time.monotonic() + LIMIT_S
-        while len(list(tmp_path.glob("pid-*"))) < 2 and process.poll() is None:
-            assert time.monotonic() < deadline, "training did not start"
-            time.sleep(0.05)
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 or process.poll() is not None, "training")
         process.send_signal(signal.SIGTERM)
         ended(process)
         saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
@@ -167,20 +163,12 @@ def training_until(rank: int, may_end: Path) -> int:
     def wait_at_second(batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             (may_end.parent / f"trains-{rank}").touch()
-            await_file(may_end)
+            until(may_end.exists, "the end", LIMIT_S / 2)
 
     model.on_train_batch_start = wait_at_second  # type: ignore[method-assign]
     runner = pipeline(2, 2, max_epochs=1)
     runner.fit(model, loader(MLP, 32, 8))
     return runner.global_step
-
-
-def await_file(path: Path, training: Any = None) -> None:
-    deadline = time.monotonic() + processes.LIMIT_S / 2
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} does not come"
-        assert training is None or training.is_alive(), "training has ended"
-        time.sleep(0.05)
 
 
 def train_in_two(may_end: Path, folder: Path, port: int) -> None:
@@ -197,8 +185,8 @@ def test_a_process_of_another_run_with_the_same_port_is_refused_and_disturbs_nob
     beside = multiprocessing.get_context("fork").Process(target=train_in_two, args=(may_end, tmp_path, port))
     beside.start()
     try:
-        for rank in range(2):
-            await_file(tmp_path / f"trains-{rank}", beside)
+        until(lambda: len(list(tmp_path.glob("trains-*"))) == 2 or not beside.is_alive(), "training", LIMIT_S / 2)
+        assert beside.is_alive(), "training has ended"
         for size, found in ((2, r"process \d+ on .* as rank 1"), (3, "2 processes")):
             (folder := tmp_path / str(size)).mkdir()
             (stranger,) = processes.run(size, of_another_run, size, folder=folder, ranks=[size - 1], port=port)

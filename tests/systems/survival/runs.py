@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from tests.processes import free_port
+from tests.processes import free_port, until
 
 LIMIT_S = 90.0
 
@@ -40,19 +39,18 @@ def lighthouse(heartbeat_ms: int = 1000) -> Iterator[tuple[str, subprocess.Popen
         yield f"http://localhost:{port}", process
     finally:
         process.kill()
-        process.wait()
+        process.wait(LIMIT_S)
 
 
 def listening(port: int) -> None:
     """Wait until somebody listens on a port."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
+
+    def answers() -> bool:
         with socket.socket() as asked:
             asked.settimeout(1.0)
-            if asked.connect_ex(("127.0.0.1", port)) == 0:
-                return
-            select.select([], [], [], 0.05)
-    raise AssertionError(f"nobody listens on port {port}")
+            return asked.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers, f"somebody who listens on port {port}", LIMIT_S)
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Run:
         """End all processes that are left."""
         for process in self.processes.values():
             process.kill()
-            process.join()
+            process.join(LIMIT_S)
 
 
 @contextlib.contextmanager

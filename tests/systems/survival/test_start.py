@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from lightning_avgpipe.utils.patching import replaced
 from tests import processes
 from tests.comparing import assert_equal
 from tests.models import MLP, loader
-from tests.processes import free_port
+from tests.processes import free_port, until
 from tests.trainers import trainer
 
 LIMIT_S = 100.0
@@ -113,14 +111,9 @@ def test_a_signal_while_a_group_starts_reaches_it_and_no_further_one_starts(
     assert outcome.exit_code == 1, "a group has run to its end"
 
 
-def until(seen: Callable[[], Any], script: subprocess.Popen[str]) -> Any:
-    """Wait until something is there, while a script runs."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := seen()):
-        assert script.poll() is None, "the script has ended"
-        assert time.monotonic() < deadline, "not seen in time"
-        select.select([], [], [], 0.05)
-    return found
+def while_it_runs(script: subprocess.Popen[str], seen: Callable[[], Any]) -> None:
+    until(lambda: script.poll() is not None or seen(), "a step", LIMIT_S)
+    assert script.poll() is None, "the script has ended"
 
 
 def steps_of(folder: Path, group: int, without: frozenset[str] = frozenset()) -> dict[str, list[int]]:
@@ -136,10 +129,10 @@ def test_a_script_starts_its_groups_and_a_dead_one_again(tmp_path: Path) -> None
     variables = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     script = subprocess.Popen(command, cwd=HERE, env=variables, text=True, stderr=subprocess.PIPE)
     try:
-        until(lambda: len(steps_of(tmp_path, 0)) == len(steps_of(tmp_path, 1)) == 2, script)
+        while_it_runs(script, lambda: len(steps_of(tmp_path, 0)) == len(steps_of(tmp_path, 1)) == 2)
         before = frozenset(steps_of(tmp_path, 0))
         os.kill(int(next(name for name in before if name.startswith("steps-0-1")).rpartition("-")[2]), signal.SIGKILL)
-        until(lambda: len(steps_of(tmp_path, 0, before)) == 2, script)
+        while_it_runs(script, lambda: len(steps_of(tmp_path, 0, before)) == 2)
         reached = max(max(steps, default=0) for steps in steps_of(tmp_path, 1).values())
         (tmp_path / "new").write_text(str(reached + 60))
         (tmp_path / "new").rename(tmp_path / "last")
@@ -147,7 +140,7 @@ def test_a_script_starts_its_groups_and_a_dead_one_again(tmp_path: Path) -> None
     finally:
         for process in (*psutil.Process(script.pid).children(recursive=True), script) if script.poll() is None else ():
             process.kill()
-        script.wait()
+        script.wait(LIMIT_S)
     assert script.returncode == 0, said
     assert "group 0 has died (rank 1 was killed by SIGKILL); it may start again 3 times" in said
     left = [torch.load(path) for path in sorted(tmp_path.glob("left-*.pt"))]
