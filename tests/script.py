@@ -9,13 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
-import lightning_avgpipe.strategy.connection
 from lightning_avgpipe import Averaging, AvgPipeStrategy
+from lightning_avgpipe.strategy import launch
 from lightning_avgpipe.utils.patching import replaced
 from tests.averaging.models import Batches
 from tests.models import MLP, Blocks, loader
+from tests.processes import until
 from tests.strategy.test_batches import AllAtOnce
 from tests.trainers import trainer
 
@@ -49,18 +51,16 @@ class Doomed(AvgPipeStrategy):
     def setup_environment(self) -> None:
         signal_name, moment = self.dies
         waiting = self.folder / "waiting"
-        connect = lightning_avgpipe.strategy.connection._init_dist_connection
+        connect = launch.shared_store
 
-        def noted(*args, **kwargs) -> None:
+        def noted(*args, **kwargs) -> dist.Store:
             waiting.touch()
-            connect(*args, **kwargs)
+            return connect(*args, **kwargs)
 
         if self.local_rank == 0 and moment != "training":
-            deadline = time.monotonic() + 60
-            while moment == "connecting" and not waiting.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            until(lambda: moment != "connecting" or waiting.exists(), "the other process", 60.0)
             die(signal_name)
-        with replaced(lightning_avgpipe.strategy.connection, "_init_dist_connection", noted):
+        with replaced(launch, "shared_store", noted):
             super().setup_environment()
 
 
