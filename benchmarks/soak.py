@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import tempfile
 
 import lightning as L
 import psutil
@@ -32,11 +33,17 @@ class Model(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).square().mean()
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.layers(batch).square().mean())
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
     def train_dataloader(self) -> object:
         return torch.utils.data.DataLoader(torch.randn(64, 16), BATCH_SIZE, shuffle=True)
+
+    def val_dataloader(self) -> object:
+        return torch.utils.data.DataLoader(torch.randn(8, 16), BATCH_SIZE)
 
 
 class Printing(L.Callback):
@@ -62,14 +69,20 @@ def show(trainer: L.Trainer, when: str) -> None:
     )
 
 
-def train(iterations: int, callbacks: list[L.Callback]) -> L.Trainer:
+def train(iterations: int, callbacks: list[L.Callback], validates: bool = False) -> L.Trainer:
+    """Train, save, and validate once more if that is asked for."""
     trainer = L.Trainer(
         strategy=AvgPipeStrategy(num_pipelines=2, num_microbatches=2, costs="flops"),
         accelerator="cpu", devices=2,
         max_steps=iterations, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks,
     )  # fmt: skip
-    trainer.fit(Model())
+    model = Model()
+    trainer.fit(model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+    if validates:
+        trainer.validate(model, verbose=False)
     return trainer
 
 
@@ -83,7 +96,7 @@ def main() -> None:
     if options.files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, options.files))
     for number in range(options.trainers):
-        show(train(4, []), f"trainer {number}")
+        show(train(4, [], validates=number % 2 == 1), f"trainer {number}")
     train(options.iterations, [Printing(max(1, options.iterations // LINES))])
 
 
