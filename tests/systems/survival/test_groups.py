@@ -189,23 +189,19 @@ def test_a_group_that_is_killed_comes_back(tmp_path: Path, phase: str, rank: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"num_pipelines": 2}, {"averaging": Averaging(every=3)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"num_pipelines": 2}, {"averaging": Averaging(every=3)},
+        {"per_epoch": 1}, {"per_epoch": 2},  # at the end of an epoch
+    ],
+)  # fmt: skip
 def test_a_group_of_one_process_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     with running(live, tmp_path) as run:
         for group in (0, 1):
             run.start(group, stages=1, **options)
         run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
         dies_and_returns(run, run.kill(1, [0]), 1, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("per_epoch", [1, 2])
-def test_a_group_may_come_back_at_the_end_of_an_epoch(tmp_path: Path, per_epoch: int) -> None:
-    with running(live, tmp_path) as run:
-        for group in (0, 1):
-            run.start(group, stages=1, per_epoch=per_epoch)
-        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
-        dies_and_returns(run, run.kill(1, [0]), 1, per_epoch=per_epoch)
 
 
 @pytest.mark.slow
