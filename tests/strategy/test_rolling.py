@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
@@ -23,7 +24,7 @@ from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.checks import can_roll
 from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, train
+from tests.averaging.models import Batches, Models, Net, Unsized, train
 from tests.averaging.test_lightning import Finetuned
 from tests.comparing import assert_close, assert_equal, state
 from tests.driver import accumulate
@@ -243,13 +244,8 @@ def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(ahead: No
 
 
 def test_data_of_unknown_length_is_read_to_its_end(ahead: None) -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            torch.manual_seed(5)
-            return iter([Net.example(8) for _ in range(7)])
-
-    found = []
-    for data in (torch.utils.data.DataLoader(Stream(), batch_size=None), Batches(list(Stream()))):
+    found, batches = [], [Net.example(8) for _ in range(7)]
+    for data in (DataLoader(Unsized(batches), batch_size=None), Batches(batches)):
         torch.manual_seed(3)
         model = Scaled()
         train(model, data, 2, averaging=Averaging(rolling=True))

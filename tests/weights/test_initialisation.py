@@ -269,19 +269,8 @@ class RenamedByLayer(MLP):
         self.layers[0] = self.Layer(8, 8)
 
 
-@pytest.mark.parametrize("kind", [Renamed, RenamedByOverride, RenamedByLayer])
-def test_a_module_on_meta_loads_what_its_hooks_make_of_a_checkpoint(kind: type[MLP], tmp_path: Path) -> None:
-    saved = MLP()
-    runner = pipeline(2, max_epochs=1)
-    runner.fit(saved, loader(MLP, 8, 8))
-    runner.save_checkpoint(tmp_path / "new.ckpt", weights_only=True)
-    old = torch.load(tmp_path / "new.ckpt")
-    old["state_dict"]["layers.0.kernel"] = old["state_dict"].pop("layers.0.weight") * 2
-    torch.save(old, tmp_path / "old.ckpt")
-    with torch.device("meta"):
-        model = kind()
-    pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "old.ckpt", verbose=False)
-    assert_same_parameters(saved, model)
+def with_kernel(state: dict[str, Tensor]) -> None:
+    state["layers.0.kernel"] = state.pop("layers.0.weight") * 2
 
 
 class Shared(MLP):
@@ -294,18 +283,31 @@ class Shared(MLP):
         self.again = self.layers[0]
 
 
-def test_a_module_on_meta_loads_a_layer_by_either_of_its_names(tmp_path: Path) -> None:
-    saved = Shared()
+def with_one_name(state: dict[str, Tensor]) -> None:
+    for name in ("again.weight", "again.bias"):
+        del state[name]
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "change"),
+    [
+        *((MLP, kind, with_kernel) for kind in (Renamed, RenamedByOverride, RenamedByLayer)),
+        (Shared, Shared, with_one_name),
+    ],
+)
+def test_a_module_on_meta_loads_what_its_hooks_and_names_make_of_a_checkpoint(
+    saves: type[MLP], loads: type[MLP], change: Callable[[dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    saved, path = saves(), tmp_path / "some.ckpt"
     runner = pipeline(2, max_epochs=1)
     runner.fit(saved, loader(MLP, 8, 8))
-    runner.save_checkpoint(tmp_path / "both.ckpt", weights_only=True)
-    checkpoint = torch.load(tmp_path / "both.ckpt")
-    state = checkpoint["state_dict"]
-    checkpoint["state_dict"] = {name: tensor for name, tensor in state.items() if not name.startswith("again.")}
-    torch.save(checkpoint, tmp_path / "one.ckpt")
+    runner.save_checkpoint(path, weights_only=True)
+    checkpoint = torch.load(path)
+    change(checkpoint["state_dict"])
+    torch.save(checkpoint, path)
     with torch.device("meta"):
-        model = Shared()
-    pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+        model = loads()
+    pipeline(2).validate(model, loader(MLP, 8, 8), ckpt_path=path, verbose=False)
     assert_same_parameters(saved, model)
 
 
