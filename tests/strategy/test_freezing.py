@@ -20,9 +20,9 @@ from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
 from tests.comparing import assert_equal
 from tests.models import Regression, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import BATCH, MICROBATCHES, loaders, pipeline, single
 
-SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 4
+EPOCHS = 4
 STAGES = ["backbone.2", "backbone.4"]
 
 
@@ -111,10 +111,10 @@ def fit(scenario: str, devices: int = 1, strategy: dict[str, Any] | None = None)
             seen.append(str(num_forward_only(schedule)))
         return lanes(self, step, schedule, task, *args)
 
-    chosen: dict[str, Any] = {"num_microbatches": MICRO_BATCHES, "split_points": STAGES, **(strategy or {})}
+    chosen: dict[str, Any] = {"num_microbatches": MICROBATCHES, "split_points": STAGES, **(strategy or {})}
     runner = pipeline(3 if devices == 1 else 2, devices, chosen, callbacks=callbacks(), max_epochs=EPOCHS)
     with mock.patch.object(Pipeline, "lanes", noted):
-        runner.fit(module, loader(FineTuned, 2 * SIZE, SIZE), loader(FineTuned, SIZE, SIZE))
+        runner.fit(module, loader(FineTuned, 2 * BATCH, BATCH), loader(FineTuned, BATCH, BATCH))
     return module, "".join(seen)
 
 
@@ -127,10 +127,8 @@ def plainly() -> Iterator[Any]:
         if scenario not in found:
             torch.manual_seed(3)
             make, callbacks, _ = SCENARIOS[scenario]
-            module = make()
-            options = {"accumulate_grad_batches": MICRO_BATCHES, "max_epochs": EPOCHS, "callbacks": callbacks()}
-            size = SIZE // MICRO_BATCHES
-            trainer(**options).fit(module, loader(FineTuned, 2 * SIZE, size), loader(FineTuned, SIZE, SIZE))
+            module, (batches, _) = make(), loaders(FineTuned, 2 * BATCH)
+            single(max_epochs=EPOCHS, callbacks=callbacks()).fit(module, batches, loader(FineTuned, BATCH, BATCH))
             found[scenario] = module.state_dict()
         return found[scenario]
 

@@ -19,9 +19,9 @@ from lightning_avgpipe.systems.freezing.order import by_gradient_norms, by_sched
 from tests.commands import LIMIT_S, started
 from tests.comparing import assert_equal
 from tests.models import MLP, Regression, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import BATCH, MICROBATCHES, loaders, pipeline, single, staged
 
-SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 3
+EPOCHS = 3
 
 
 class Counted(nn.Linear):
@@ -90,14 +90,14 @@ def test_no_layer_behind_that_with_the_smallest_gradient_is_frozen() -> None:
 def test_norms_of_gradients_do_not_grow_with_the_number_of_models(num_pipelines: int) -> None:
     torch.manual_seed(3)
     module, callback = FineTuned(), AdaptiveFreezing(mode="gradient_norm")
-    x, y = FineTuned.example(SIZE)
-    batches = DataLoader(TensorDataset(x.repeat(num_pipelines, 1), y.repeat(num_pipelines, 1)), SIZE)
-    options = {"num_microbatches": MICRO_BATCHES, "num_pipelines": num_pipelines}
+    x, y = FineTuned.example(BATCH)
+    batches = DataLoader(TensorDataset(x.repeat(num_pipelines, 1), y.repeat(num_pipelines, 1)), BATCH)
+    options = {"num_microbatches": MICROBATCHES, "num_pipelines": num_pipelines}
     pipeline(2, strategy=options, max_epochs=1, callbacks=[callback]).fit(module, batches)
     torch.manual_seed(3)
     plainly, alone = FineTuned(), AdaptiveFreezing(mode="gradient_norm")
-    runner = trainer(max_epochs=1, accumulate_grad_batches=MICRO_BATCHES, callbacks=[alone])
-    runner.fit(plainly, DataLoader(TensorDataset(x, y), SIZE // MICRO_BATCHES))
+    runner = single(max_epochs=1, callbacks=[alone])
+    runner.fit(plainly, DataLoader(TensorDataset(x, y), BATCH // MICROBATCHES))
     assert callback.state_dict()["norms"] == pytest.approx(alone.state_dict()["norms"])
     assert min(alone.state_dict()["norms"]) > 0
 
@@ -134,18 +134,13 @@ def test_the_layers_are_the_longest_row_of_one_type() -> None:
 
 
 def fit(
-    make: Any = pipeline, freezing: dict[str, Any] | None = None, path: Path | None = None, **options: Any
+    make: Any = staged, freezing: dict[str, Any] | None = None, path: Path | None = None, **options: Any
 ) -> tuple[FineTuned, AdaptiveFreezing]:
     torch.manual_seed(3)
     module, callback = FineTuned(), AdaptiveFreezing(**{"alpha": 0.4, **(freezing or {})})
-    size, options = SIZE, {"max_epochs": EPOCHS, "callbacks": [callback], **options}
-    if make is pipeline:
-        options["strategy"] = {"num_microbatches": MICRO_BATCHES, **options.get("strategy", {})}
-    else:
-        size, options["accumulate_grad_batches"] = SIZE // MICRO_BATCHES, MICRO_BATCHES
-    resumed = options.pop("ckpt_path", None)
-    runner = make(**options)
-    runner.fit(module, loader(FineTuned, 2 * SIZE, size), loader(FineTuned, SIZE, SIZE), ckpt_path=resumed)
+    batches, resumed = loaders(FineTuned, 2 * BATCH)[make is staged], options.pop("ckpt_path", None)
+    runner = make(**{"max_epochs": EPOCHS, "callbacks": [callback], **options})
+    runner.fit(module, batches, loader(FineTuned, BATCH, BATCH), ckpt_path=resumed)
     if path is not None:
         runner.save_checkpoint(path)
     return module, callback
@@ -153,7 +148,7 @@ def fit(
 
 @pytest.mark.parametrize("mode", [pytest.param("schedule", marks=pytest.mark.slow), "gradient_norm"])
 def test_what_is_frozen_in_stages_is_what_is_frozen_on_one_device(mode: str) -> None:
-    expected, plainly = fit(make=trainer, freezing={"mode": mode})
+    expected, plainly = fit(make=single, freezing={"mode": mode})
     found, callback = fit(num_stages=3, freezing={"mode": mode, "replan": True})
     assert callback.num_frozen == plainly.num_frozen > 0
     assert_equal(expected, found)
@@ -178,13 +173,13 @@ def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
         rows.clear()
         module = FineTuned(dropout=0.1)
         callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=2, replan=True, cache=cache)
-        batches = loader(FineTuned, 3 * SIZE, SIZE, shuffle=True)
-        strategy = {"num_microbatches": MICRO_BATCHES}
+        batches = loader(FineTuned, 3 * BATCH, BATCH, shuffle=True)
+        strategy = {"num_microbatches": MICROBATCHES}
         runner = pipeline(stages, strategy=strategy, max_epochs=4, callbacks=[callback, noting])
         runner.fit(module, batches)
         found[cache] = module.state_dict()
         # layers are frozen in epoch 2; the first of the three batches of epoch 3 is computed, and compared
-        assert rows[3] == (3 * SIZE if cache is None else SIZE)
+        assert rows[3] == (3 * BATCH if cache is None else BATCH)
     assert_equal(found[None], found["1MB"])
 
 
@@ -214,7 +209,7 @@ def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path
         "model": "FineTuned",
         "epochs": EPOCHS + 2,
         "costs": "measured",
-        "microbatches": MICRO_BATCHES,
+        "microbatches": MICROBATCHES,
     }
     script = str(Path(__file__).parent / "script.py")
     with started(([script, str(tmp_path), json.dumps({**given, "freezing": options})], {})) as (process,):
@@ -223,7 +218,7 @@ def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path
     torch.manual_seed(5)
     module, callback = FineTuned(), AdaptiveFreezing(**{**options, "replan": False, "cache": None})
     batches = loader(FineTuned, 24, 8, shuffle=True)
-    runner = pipeline(1, strategy={"num_microbatches": MICRO_BATCHES}, max_epochs=EPOCHS + 2, callbacks=[callback])
+    runner = pipeline(1, strategy={"num_microbatches": MICROBATCHES}, max_epochs=EPOCHS + 2, callbacks=[callback])
     runner.fit(module, batches)
     assert callback.num_frozen > 0
     for rank in range(2):
@@ -247,7 +242,7 @@ def test_frozen_layers_are_in_eval_mode_also_after_a_validation() -> None:
 
     callbacks = [AdaptiveFreezing(alpha=0.4), LambdaCallback(on_train_batch_end=look)]
     runner = pipeline(2, callbacks=callbacks, max_epochs=2, val_check_interval=1)
-    runner.fit(FineTuned(dropout=0.5), loader(FineTuned, 2 * SIZE, SIZE), loader(FineTuned, SIZE, SIZE))
+    runner.fit(FineTuned(dropout=0.5), loader(FineTuned, 2 * BATCH, BATCH), loader(FineTuned, BATCH, BATCH))
     assert seen == [[True] * 5] * 2 + [[False] * 2 + [True] * 3] * 2
 
 
@@ -259,7 +254,7 @@ class Tied(FineTuned):
 
 def test_a_tied_parameter_stays_trained() -> None:
     module = Tied()
-    pipeline(2, callbacks=[AdaptiveFreezing(alpha=0.4)]).fit(module, loader(FineTuned, SIZE, SIZE))
+    pipeline(2, callbacks=[AdaptiveFreezing(alpha=0.4)]).fit(module, loader(FineTuned, BATCH, BATCH))
     assert module.embed.weight.requires_grad and not module.embed.bias.requires_grad
 
 
