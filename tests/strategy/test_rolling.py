@@ -148,7 +148,7 @@ class Ends(Scaled):
 def test_a_model_without_a_last_batch_steps_with_the_sums_of_tied_parameters() -> None:
     torch.manual_seed(3)
     model, data = Ends(), [Net.example(8) for _ in range(7)]
-    reference = in_turn(copy.deepcopy(model), data, 2, every=2)
+    reference = in_turn(copy.deepcopy(model), data, 2, every=2, alpha=0.5, outer_lr=2**0.5)
     options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": 2}}
     train(model, Batches(data), 2, **options)
     assert_close(dict(model.named_parameters()), reference, 1e-4, 1e-5)
