@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.execution import Execution
+from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
@@ -29,6 +29,7 @@ class Engine:
         example: a batch to capture.
         num_microbatches: M.
         relays: stages that values may pass.
+        compiler: compiler for units; None: they run uncompiled.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Engine:
         split_points: Sequence[str] | None = None,
         recompute: bool | Sequence[str] = False,
         relays: Sequence[int] = (),
+        compiler: Compiler | None = None,
     ) -> None:
         self.module = module
         self.step = step
@@ -53,7 +55,7 @@ class Engine:
         self.plan: Plan = planner.plan(Step(step, self._call, (first.data, 0)), conditions)
         self.cluster = alone(num_stages)
         self.cluster.open()
-        self.pipeline = Pipeline(self.cluster, module, Execution(repeats))
+        self.pipeline = Pipeline(self.cluster, module, Execution(repeats, compiler))
         self.pipeline.load(self.plan.graph, self.plan.cuts, relays=relays)
 
     def _call(self, *args: Any) -> Any:

@@ -86,6 +86,7 @@ class Stage:
     Attributes:
         program: as given.
         module: the module as this stage sees it.
+        execution: as given.
         stash: micro-batch -> what its forward keeps for its backward.
         results: micro-batch -> result of the step, on the last stage.
         skipped: micro-batches without a loss, whose backwards carried no gradients.
@@ -109,6 +110,7 @@ class Stage:
     ) -> None:
         self.program = program
         self.module = OwnModule(program, module, weights, of_units, shown)
+        self.execution = execution
         self._device = device
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
         changed = [name for name, _ in module.named_buffers() if name in changes]

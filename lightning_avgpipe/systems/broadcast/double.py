@@ -182,7 +182,13 @@ class Doubles(StepPart):
                 assert isinstance(part, DoubleForwards)
                 part.weights = self._weights[k]
                 part.double = Stage(
-                    programs[k], module, cluster.device, part.weights, shown=False, of_units=loaded.of_units
+                    programs[k],
+                    module,
+                    cluster.device,
+                    part.weights,
+                    stage.execution,  # compiled code draws other random numbers than what it was compiled from
+                    shown=False,
+                    of_units=loaded.of_units,
                 )
                 self.own.append(part.double.module.attributes)
 
