@@ -103,11 +103,11 @@ class ForwardState:
         for before in self._before[::-1]:
             before.restore()
         for module, name, copy in self._buffers:
-            # another object, since the contents may be saved for a backward
-            module._buffers[name] = copy
+            # another object, since the contents may be saved for a backward, and each repetition changes its own
+            module._buffers[name] = copy.clone()
         memory = [(parameter, parameter.detach()) for parameter, _ in self._parameters]
         for parameter, copy in self._parameters:
-            parameter.data = copy
+            parameter.data = copy.clone()
         try:
             yield
             written = set(map(id, now[1].written()))

@@ -19,8 +19,8 @@ from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Memory
 from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
-from tests.comparing import assert_equal
-from tests.driver import Engine
+from tests.comparing import assert_equal, assert_same_gradients
+from tests.driver import Engine, accumulate
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline
 
@@ -103,6 +103,43 @@ def test_weights_buffers_and_logs_are_the_same_bitwise(
         assert plain.steps == 12
         for a, b in zip(plain.blocks, again.blocks, strict=True):
             assert a.calls == b.calls and a.seen == b.seen and len(a.seen) == a.calls
+
+
+class Penalised(nn.Linear):
+    """A unit that differentiates itself, and divides by a running mean that it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.abs().mean() / 2)
+        return torch.tanh(super().forward(x / self.scale.clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self._scaled(apart).sum(), apart, create_graph=True)
+        return self._scaled(x) + slope.square()
+
+
+def test_a_unit_that_differentiates_itself_is_repeated_with_the_same_buffers_each_time() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.penalised, self.last = nn.Linear(8, 8), Penalised(), nn.Linear(8, 8)
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            return self.last(self.penalised(self.first(batch))).square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    expected, batch = Module(), torch.randn(8, 8)
+    module = copy.deepcopy(expected)
+    accumulate(expected, batch, 2)
+    Engine(module, 2, batch, split_points=["penalised"], recompute=["penalised"]).train(batch)
+    assert_same_gradients(expected, module)
+    assert_equal(expected, module)
 
 
 class Saved:
