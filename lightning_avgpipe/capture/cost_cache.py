@@ -109,8 +109,9 @@ def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
 def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tuple[str, dict[str, Any]]:
     """Return a digest of all that measured costs depend on, and the human-readable part of it.
 
-    The graph determines operations, shapes, types and which values have gradients, and thereby whether the step trains
-    and in which precision. Source lines are left out: moving a function does not change its cost.
+    The graph determines operations, shapes, types, which values have gradients and what is saved for backwards, and
+    thereby whether the step trains, in which precision and with which checkpoints. Source lines are left out: moving a
+    function does not change its cost.
     """
     about = {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
@@ -120,9 +121,10 @@ def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tu
         "torch": torch.__version__,
     }
     nodes = [
-        (n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters, n.states, n.draws, n.flops) for n in graph.nodes
+        (n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters, n.states, n.draws, n.flops, n.saved_bytes)
+        for n in graph.nodes
     ]
-    values = [(v.shape, v.dtype, v.requires_grad, v.storage) for v in graph.values]
+    values = [(v.shape, v.dtype, v.requires_grad, v.storage, v.is_saved) for v in graph.values]
     units = [(path, repr(module.get_submodule(path))) for path in graph.units]
     weights = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     settings = (

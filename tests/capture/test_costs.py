@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
@@ -149,6 +150,27 @@ class Net(nn.Module):
         return self.b(self.a(batch)).sum()
 
 
+class Layer(nn.Linear):
+    """Saves what it returns for its backward, or what it squares then; or neither, if it is checkpointed."""
+
+    def __init__(self, squares: bool, checkpoints: bool) -> None:
+        super().__init__(8, 2)
+        self.squares, self.checkpoints = squares, checkpoints
+
+    def _activated(self, x: Tensor) -> Tensor:
+        out = torch.tanh(super().forward(x))
+        return out.square() if self.squares else out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._activated, x, use_reentrant=False) if self.checkpoints else self._activated(x)
+
+
+def ending_with(layer: nn.Module) -> Net:
+    module = Net()
+    module.b = layer  # type: ignore[assignment]
+    return module
+
+
 def key_of(module: nn.Module, size: int = 3, dtype: torch.dtype = torch.float32, grad: bool = True) -> str:
     args = (torch.randn(size, 4, dtype=dtype), 0)
     with torch.set_grad_enabled(grad):
@@ -166,6 +188,9 @@ def test_a_fingerprint_tells_apart_what_costs_differently() -> None:
         key_of(Net().double(), dtype=torch.float64),
         key_of(Net(), grad=False),
         key_of(frozen),
+        key_of(ending_with(Layer(squares=False, checkpoints=False))),
+        key_of(ending_with(Layer(squares=True, checkpoints=False))),
+        key_of(ending_with(Layer(squares=True, checkpoints=True))),
     ]
     torch.set_num_threads(2)
     keys.append(key_of(Net()))
