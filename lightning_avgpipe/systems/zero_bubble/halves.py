@@ -10,7 +10,8 @@ A node of autograd's graph computes only the gradients that are needed. So nothi
 are those of a whole backward. As every weight's gradient is computed in one piece, weights are equal bit for bit. The
 gradient of a weight that several nodes use (a layer that is called twice, the recurrent weights of an LSTM) is computed
 in the first half, which sums it as usual. Parts of the graph that do not lead to a gate, as on the first stage, are
-left to the second half.
+left to the second half. Micro-batches may use a weight differently (an expert); where one would add to it before an
+earlier one has, the second halves that are left run first.
 
 A graph is not split if a part of it would run, or be observed, twice: one with Python functions (a compiled module, a
 reentrant checkpoint), hooks on values, or hooks on saved tensors (a checkpoint).
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock, get_ident
 from typing import Any
@@ -66,6 +67,11 @@ class WeightHalf:
                 # torch.autograd.backward's checks take as long as a small layer
                 run(edges, tuple(g for _, g in came), False, False, tuple(weights), True, accumulate_grad=True)
 
+    def waits_for(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether it will accumulate the gradient of one of these weights."""
+        left = [*(self._roots[2] if self._roots is not None else ()), *(w for _, own in self._left for w in own)]
+        return not set(map(id, left)).isdisjoint(map(id, weights))
+
     def _catch(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entries: Sequence[Tensor]) -> None:
         """Run the first half for entries only; one call also returns the nodes' incoming gradients, without hooks."""
         into = [GradientEdge(node, i) for node, _ in self._left for i in range(len(node._input_metadata))]  # type: ignore[attr-defined]
@@ -92,7 +98,10 @@ class WeightHalf:
 
 
 def input_half(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entries: Sequence[Tensor]
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    entries: Sequence[Tensor],
+    earlier: Collection[WeightHalf] = (),
 ) -> WeightHalf | str:
     """Run the half of a backward that computes the gradients of the received values.
 
@@ -100,6 +109,7 @@ def input_half(
         roots: tensors from which the backward starts.
         gradients: gradients of the roots; None for a loss.
         entries: leaves that hold the received values.
+        earlier: other halves of earlier micro-batches, in their order; they run if this one would overtake them.
     Returns:
         The other half; or why the graph cannot be split: then nothing has run.
     """
@@ -132,11 +142,18 @@ def input_half(
         rest._roots = [r for r, _ in pairs], [g for _, g in pairs], late
     rest._left = [(node, weights[node]) for node in order if node in weights]
     if shared:
+        if any(half.waits_for(shared) for half in earlier):
+            _run(earlier)
         with rest._watching():
             torch.autograd.backward(list(roots), list(gradients), inputs=[*now, *shared], retain_graph=True)
     elif now:
         rest._catch(roots, gradients, now)
     return rest
+
+
+def _run(halves: Iterable[WeightHalf]) -> None:
+    for half in halves:
+        half.run()
 
 
 def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], gates: set[Node]) -> str:
@@ -212,7 +229,7 @@ class Halves(StagePart):
             whole = "recompute, which would keep all that it repeats until then"
 
         def run(gates: Sequence[Gate], roots: list[Tensor], gradients: list[Tensor | None]) -> None:
-            half = whole or input_half(roots, gradients, [gate.leaf for gate in gates])
+            half = whole or input_half(roots, gradients, [gate.leaf for gate in gates], self._left.values())
             if isinstance(half, WeightHalf):
                 self._left[micro_batch] = half
                 return
@@ -222,12 +239,13 @@ class Halves(StagePart):
                     "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. "
                     "The numbers are the same; what it waits for is as with 1F1B", stage.program.stage, half,
                 )  # fmt: skip
+            _run(self._left.values())  # each weight gets the gradients of micro-batches in their order
             torch.autograd.backward(roots, gradients)
 
         return stage.backward(task, micro_batch, message, run)
 
     def _weight_gradient(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> None:
-        """Run the other half of a backward; do nothing if the first half ran whole, or had nothing to start from."""
+        """Run the other half of a backward; do nothing if it has run, or had nothing to start from."""
         if (half := self._left.pop(micro_batch, None)) is not None:
             with stage.in_backward(micro_batch):
                 half.run()

@@ -20,6 +20,7 @@ from tests.driver import Engine
 
 F = nn.functional
 TOKENS, FLOATS = torch.arange(64).reshape(8, 8) % 32, torch.linspace(-1, 1, 64).reshape(8, 8)
+MIXED = torch.arange(128.0).sin().reshape(16, 8)  # micro-batches go different ways
 
 
 class Layers(nn.Module):
@@ -119,6 +120,38 @@ class Checkpointed(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class Adaptive(nn.Linear):
+    """Takes some micro-batches twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + torch.tanh(super().forward(x))
+        return out + torch.tanh(super().forward(out)) if out.sum() > 0 else out
+
+
+class CheckpointedAtTimes(Checkpointed):
+    """Saves nothing of some micro-batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (super().forward(x) if x.sum() > 0 else nn.Linear.forward(self, x))
+
+
+class Experts(nn.Module):
+    """Sends each sample to two of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (shares, chosen) = x.clone(), self.gate(x).softmax(-1).topk(2)
+        for number, expert in enumerate(self.experts):
+            for share, choice in zip(shares.T, chosen.T, strict=True):
+                (rows,) = torch.where(choice == number)
+                if len(rows):
+                    out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return out
+
+
 def frozen() -> nn.Module:
     module = linears()
     module.layers[3].requires_grad_(False)
@@ -139,7 +172,7 @@ def gradients(
 def differing(module: nn.Module, batch: Tensor, *schedules: str, recompute: Any = False) -> set[str]:
     """Weights whose gradients differ from those of 1F1B."""
     module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
-    engine = Engine(module, 3, batch.clone(), 4, recompute=recompute)
+    engine = Engine(module, 3, batch.clone(), len(batch) // 2, recompute=recompute)
     before = copy.deepcopy(module.state_dict())
     expected = gradients(engine, batch, "1f1b", before)
     assert any(gradient is not None and gradient.any() for gradient in expected.values())
@@ -162,6 +195,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "hook on a node": (lambda: Layers(*(OnNodes(8, 8) for _ in range(4))), FLOATS),
     "function of Python": (lambda: Layers(*(Doubled(8, 8) for _ in range(4))), FLOATS),
     "checkpoint": (lambda: Layers(*(Checkpointed(8, 8) for _ in range(4))), FLOATS),
+    "adaptive depth": (lambda: Layers(*(Adaptive(8, 8) for _ in range(6))), MIXED),
+    "checkpoint at times": (lambda: Layers(*(CheckpointedAtTimes(8, 8) for _ in range(6))), MIXED),
+    "experts": (lambda: Layers(*(Experts() for _ in range(6))), MIXED),
 }
 
 
