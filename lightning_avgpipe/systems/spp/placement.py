@@ -3,7 +3,7 @@
 SPP slices each micro-batch over the replicas of a stage. In turns a replica computes as much, but a micro-batch takes
 the time of one device, only pairs of replicas whose turns meet send to each other, and all-reduces use a ring of
 ascending ranks. So plans are chosen by simulating turns: all plans where they are few, otherwise for each number of
-stages the plan whose slowest stage or link is fastest for SPP.
+stages the plan whose slowest stage or link is fastest for SPP. If none of these fits the memory, balanced stages stay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -34,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 _ALIKE = 1.25  # devices that take at most so many times as long as the fastest count as equally fast
 _MOST_PLANS = 5_000  # up to this number all plans are candidates; beyond, only those with SPP's least bottlenecks
+
+
+class _NoneFitsError(PartitionError):
+    """None of the candidate plans fits the memory of its devices."""
 
 
 class SppSource(PlanSource):
@@ -68,7 +72,11 @@ class SppSource(PlanSource):
             self._slowness = slowness_of(cluster.group.exchange_objects(seconds()))
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
-        """Return the plan with SPP's stages and the processes of each."""
+        """Return the plan with SPP's stages and the processes of each; None if only balanced ones fit.
+
+        Raises:
+            PartitionError: no plan is known that fits the memory and uses every process.
+        """
         bandwidth, slow = self._bandwidth, self._slowness
         if isinstance(bandwidth, str):
             return None
@@ -92,7 +100,13 @@ class SppSource(PlanSource):
             return limit == math.inf or all(stage.memory.total <= limit for stage in divided(found).plan.stages)
 
         schedule = conditions.schedule.name  # which will run
-        found = plan_in_turns(units, bandwidth, count, slow, fits, partial(candidates, schedule))
+        try:
+            found = plan_in_turns(units, bandwidth, count, slow, fits, partial(candidates, schedule))
+        except _NoneFitsError as error:
+            if planner.num_stages != len(bandwidth):
+                raise
+            _log.info("there is a balanced stage on each device, which fits: %s", error)
+            return None
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
         proposed = divided(found)
@@ -138,32 +152,52 @@ def plan_in_turns(
     order = device_order(bandwidth)[::-1]
     slow = tuple(slowness[device] for device in order) if slowness else ()
     problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, slow)
+    tried = 0
+    for plans in _candidates(problem):
+        tried += len(plans)
+        if (best := _fastest(problem, order, plans, fits, schedules)) is not None:
+            return best
+    raise _NoneFitsError(
+        f"none of {tried} plans for {len(bandwidth)} devices fits their memory; use more devices, smaller units or "
+        "micro-batches, or raise memory_limit"
+    )
+
+
+def _fastest(
+    problem: Problem,
+    order: Sequence[int],
+    plans: Iterable[Sequence[PlacedStage]],
+    fits: Callable[[SppPlan], bool],
+    schedules: Callable[[int, int], Iterable[Schedule]],
+) -> SppPlan | None:
+    """Return the plan that fits with the shortest simulated iteration; None if none fits."""
     best: SppPlan | None = None
-    bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
+    bounds = [(least_in_turns_s(problem, stages), stages) for stages in plans]
     for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):
         if best is not None and at_least_s >= best.makespan_s:
             break
         named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
         replicas = [stage.replicas for stage in stages]
-        for schedule in schedules(len(stages), num_microbatches):
+        for schedule in schedules(len(stages), problem.num_microbatches):
             seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
             made = SppPlan(named, seconds, at_least_s)
             if (best is None or seconds < best.makespan_s) and fits(made):
                 best = made
-    if best is None:
-        raise PartitionError(
-            f"none of {len(bounds)} plans for {len(bandwidth)} devices fits their memory; use more devices, smaller "
-            "units or micro-batches, or raise memory_limit"
-        )
     return best
 
 
-def _candidates(problem: Problem) -> Collection[Sequence[PlacedStage]]:
-    """Return the plans that are simulated."""
+def _candidates(problem: Problem) -> Iterator[Collection[Sequence[PlacedStage]]]:
+    """Yield the plans that are simulated; more of them, with larger bottlenecks, after those of which none fits."""
     if num_plans(problem) <= _MOST_PLANS:
-        return list(all_plans(problem))
-    found = (least_bottlenecks(problem, limit_s, problem.most_stages) for limit_s in problem.limits_s())
-    return next(plans for plans in found if plans).values()
+        yield list(all_plans(problem))
+        return
+    missing = set(range(1, problem.most_stages + 1))
+    for limit_s in problem.limits_s():
+        found = least_bottlenecks(problem, limit_s, max(missing))
+        yield [found[s] for s in sorted(missing & found.keys())]
+        missing -= found.keys()
+        if not missing:
+            break
 
 
 def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:

@@ -11,7 +11,7 @@ import pytest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
-from lightning_avgpipe.systems.spp.partition import all_plans, execution_order, partition
+from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, execution_order, partition
 from lightning_avgpipe.systems.spp.placement import least_in_turns_s, plan_in_turns, seconds_in_turns, slowness_of
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
 
@@ -175,6 +175,20 @@ def test_plans_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
     assert plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: plan.num_stages == 2).num_stages == 2
     with pytest.raises(PartitionError, match="none of 2 plans for 2 devices fits their memory; use more devices"):
         plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: False)
+
+
+def test_where_the_fastest_of_many_plans_do_not_fit_those_that_fit_among_slower_ones_are_found() -> None:
+    forward_s = (0.01,) * 39 + (0.3,)
+    costs = UnitCosts(forward_s, tuple(2 * s for s in forward_s), (1e6,) * 39, (1e6,) * 39, (1e9,) * 40)
+    bandwidth = [[1e12] * 4] * 4
+
+    def largest(plan: SppPlan) -> int:
+        return max(last - first + 1 for first, last, _ in plan.stages)
+
+    assert largest(plan_in_turns(costs, bandwidth, 8)) > 14
+    assert largest(plan_in_turns(costs, bandwidth, 8, fits=lambda plan: largest(plan) <= 14)) <= 14
+    with pytest.raises(PartitionError, match="none of 4 plans for 4 devices fits their memory"):
+        plan_in_turns(costs, bandwidth, 8, fits=lambda plan: False)
 
 
 def test_devices_with_fast_links_share_a_stage() -> None:

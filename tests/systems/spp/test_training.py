@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy, Links
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.planning import Costs
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
@@ -74,3 +75,38 @@ def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPa
     stages = less.plan(Step("training_step", net.training_step, examples), conditions)
     assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit
     assert stages.forecast.schedule == "1f1b"  # which will run, and not SPP's own order
+
+
+class Layers(nn.Module):
+    """Forty layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.sum()
+
+
+def test_the_balanced_stages_stay_where_they_fit_the_memory_and_the_fastest_plans_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measure(graph: CallGraph, *_: Any) -> Costs:
+        times = of_nodes([5.0 if node.name == "layers.39" else float(node.kind == "call") for node in graph.nodes])
+        return replace(times, links=(), measured=True)
+
+    monkeypatch.setattr("lightning_avgpipe.planning.costs.measure", measure)
+    module = Layers()
+    step, conditions = (
+        Step("training_step", module.training_step, (torch.randn(2, 8), 0)),
+        Conditions(build("1f1b", 4, 8)),
+    )
+    planner = Planner(Divisible(module), 4, costing=Costing("measured"))
+    even = replace(planner, split_points=[f"layers.{k}" for k in (10, 20, 30)]).plan(step, conditions)
+    planner = replace(planner, memory_limit=max(stage.memory.total for stage in even.stages))
+    found = replace(planner, source=SppSource([[1e12] * 4] * 4)).plan(step, conditions)
+    assert [len(stage.units) for stage in found.stages] == [10] * 4 and not found.devices
+    with pytest.raises(PartitionError, match="none of 820 plans for 3 devices fits"):
+        replace(planner, source=SppSource([[1e12] * 3] * 3)).plan(step, conditions)
