@@ -12,6 +12,8 @@ from functools import cached_property
 from lightning_avgpipe.capture.graph import CallGraph, Value
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, Wire, least_that_hides
 
+OPERATIONS_PER_BYTE = 20.0  # that a link is taken to cost, where nothing is measured
+
 
 @dataclass(frozen=True)
 class Link:
@@ -57,7 +59,7 @@ class Costs:
         """Make costs of counted operations: a backward costs two forwards, a byte on a link 20 operations."""
         forward = tuple(node.flops for node in graph.nodes)
         backward = tuple(2.0 * flops for flops in forward)
-        return cls(forward, backward, stash_bytes(graph), (Link(20.0),))
+        return cls(forward, backward, stash_bytes(graph), (Link(OPERATIONS_PER_BYTE),))
 
     @cached_property
     def node(self) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from lightning_avgpipe.capture.costs import Costs, Link
+from lightning_avgpipe.capture.costs import OPERATIONS_PER_BYTE, Costs, Link
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
@@ -81,6 +81,7 @@ class SppSource(PlanSource):
         if isinstance(bandwidth, str):
             return None
         begin, count = time.perf_counter(), conditions.schedule.num_microbatches
+        bandwidth = bandwidth if costs.measured else _per_operation(bandwidth)
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
             forward_s, backward_s = (tuple(s / slow[0] for s in times) for times in (units.forward_s, units.backward_s))
@@ -112,6 +113,17 @@ class SppSource(PlanSource):
         proposed = divided(found)
         forecast = Forecast(schedule, count, found.makespan_s, _idle_share(units, found, count, slow))
         return proposed._replace(plan=replace(proposed.plan, forecast=forecast))
+
+
+def _per_operation(bandwidth: Matrix) -> Matrix:
+    """Return bytes per counted operation in the place of bytes per second.
+
+    Nothing says how many operations a second has. So a byte costs on the fastest link what it costs balanced stages.
+    """
+    speeds = Network.of(bandwidth).bandwidth
+    links = (speed for u, row in enumerate(speeds) for v, speed in enumerate(row) if u != v and speed < math.inf)
+    unit = OPERATIONS_PER_BYTE * max(links, default=1.0)
+    return [[speed / unit for speed in row] for row in speeds]
 
 
 def slowness_of(seconds: Sequence[float]) -> tuple[float, ...]:

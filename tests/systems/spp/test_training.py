@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,19 @@ from tests.planning.test_planner import Net
 from tests.trainers import pipeline, trainer
 
 
+class Active(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Weighted(MLP):
+    """Each unit has weights, of which replicas sum the gradients; a stage without any may be shared over every link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Active(8, 8) for _ in range(5)))
+
+
 def placed(rank: int | None) -> Any:
     """Ranks 0 and 2 have a fast link, and so have 1 and 3; two runs, of which the second places stages again."""
     torch.manual_seed(5)
@@ -34,7 +48,7 @@ def placed(rank: int | None) -> Any:
     bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]
     spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "links": Links(bandwidth=bandwidth)}
     strategy = AvgPipeStrategy(num_microbatches=5, costs="flops", **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
-    runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), MLP()
+    runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), Weighted()
     runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
     plan = strategy.plan
     runner.validate(model, loader(MLP, 12, 6), verbose=False)
@@ -78,11 +92,11 @@ def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPa
 
 
 class Layers(nn.Module):
-    """Forty layers."""
+    """Equal layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         for layer in self.layers:
@@ -98,7 +112,7 @@ def test_the_balanced_stages_stay_where_they_fit_the_memory_and_the_fastest_plan
         return replace(times, links=(), measured=True)
 
     monkeypatch.setattr("lightning_avgpipe.planning.costs.measure", measure)
-    module = Layers()
+    module = Layers(40, 8)
     step, conditions = (
         Step("training_step", module.training_step, (torch.randn(2, 8), 0)),
         Conditions(build("1f1b", 4, 8)),
@@ -110,3 +124,16 @@ def test_the_balanced_stages_stay_where_they_fit_the_memory_and_the_fastest_plan
     assert [len(stage.units) for stage in found.stages] == [10] * 4 and not found.devices
     with pytest.raises(PartitionError, match="none of 820 plans for 3 devices fits"):
         replace(planner, source=SppSource([[1e12] * 3] * 3)).plan(step, conditions)
+
+
+def test_counted_operations_are_weighed_against_bytes_so_that_slow_links_are_avoided() -> None:
+    fast, slow = 125e6, 12.5e6
+    bandwidth = [[fast if u // 2 == v // 2 else slow for v in range(4)] for u in range(4)]
+    module = Layers(12, 64)
+    planner = Planner(Divisible(module), 4, source=SppSource(bandwidth))
+    step = Step("training_step", module.training_step, (torch.randn(4, 64), 0))
+    found = planner.plan(step, Conditions(build("1f1b", 4, 8)))
+    assert sorted(rank for ranks in found.devices for rank in ranks) == [0, 1, 2, 3]
+    assert all(len({rank // 2 for rank in ranks}) == 1 for ranks in found.devices)
+    between = [here[0] // 2 != after[0] // 2 for here, after in itertools.pairwise(found.devices)]
+    assert [link.per_byte for link in found.links] == [pytest.approx(200 if crosses else 20) for crosses in between]
