@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.capture.measure import UnmeasurableError, measure
 from lightning_avgpipe.capture.ways import CapturedRun, fullest
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
@@ -134,10 +134,13 @@ class Planner:
         return self.costing.kind == "measured" and self.num_stages > 1 and not absent
 
     def seconds(self, step: Step) -> float:
-        """Return the measured seconds of a step on the device of this process; 0 where costs are not measured."""
+        """Return the measured seconds of a step on the device of this process; 0 where they are not measured."""
         if not self.measures:
             return 0.0
-        costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
+        try:
+            costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
+        except UnmeasurableError:  # the plan counts its operations, and says so
+            return 0.0
         return sum(costs.forward) + sum(costs.backward)
 
     def capture_like(self, step: Step, plan: Plan) -> CallGraph:

@@ -137,3 +137,22 @@ def test_counted_operations_are_weighed_against_bytes_so_that_slow_links_are_avo
     assert all(len({rank // 2 for rank in ranks}) == 1 for ranks in found.devices)
     between = [here[0] // 2 != after[0] // 2 for here, after in itertools.pairwise(found.devices)]
     assert [link.per_byte for link in found.links] == [pytest.approx(200 if crosses else 20) for crosses in between]
+
+
+class Penalised(nn.Linear):
+    """Runs a backward itself, and so cannot be measured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(super().forward(apart).sum(), apart, create_graph=True)
+        return super().forward(x) + slope
+
+
+def test_devices_count_as_equally_fast_where_a_step_cannot_be_measured() -> None:
+    module = Layers(6, 8)
+    module.layers = nn.ModuleList(Penalised(8, 8) for _ in range(6))
+    planner = Planner(Divisible(module), 4, costing=Costing("measured"), source=SppSource([[1e9] * 4] * 4))
+    step = Step("training_step", module.training_step, (torch.randn(2, 8), 0))
+    assert planner.seconds(step) == 0
+    assert planner.plan(step, Conditions(build("1f1b", 4, 8))).devices
