@@ -257,9 +257,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCo
             {i: _memory(entry, parameters[i].device) for i, entry in entries.items()}
             for parameters, entries in zip(map(parameters_in, optimizers), told, strict=True)
         ]
-    tensors = tree.tensors(states)
-    for on_host in (True, False):  # one message cannot have tensors of both
-        averaging_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
+    averaging_group.copy(tree.tensors(states))
     return states
 
 

@@ -373,10 +373,10 @@ class TensorCollectives:
 
     @torch.no_grad()
     def _begin(self, tensors: Sequence[Tensor], what: str, collective: Callable[[Tensor], Any]) -> Callable[[], None]:
-        by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        by_type: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             if tensor.numel():
-                by_type[tensor.dtype].append(tensor)
+                by_type[_kind(tensor)].append(tensor)
         alike = [tensor for same in by_type.values() for tensor in same]
         exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(alike, BUCKET_BYTES)]
 
@@ -410,21 +410,27 @@ class Bucket:
 
 
 def buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
-    """Divide tensors into buckets, each of which travels as one message; the result depends on shapes and types only.
+    """Divide tensors into buckets, each of which travels as one message; only shapes and kinds decide.
 
     Args:
-        tensors: tensors in the order in which they travel; those of a bucket have the same type.
+        tensors: tensors in the order in which they travel; those of a bucket have the same type, and are all on the
+            host or all on the device.
         nbytes: size from which a bucket takes no further tensor.
     """
     found: list[list[Tensor]] = []
     size = 0
     for tensor in tensors:
-        if not found or size >= nbytes or found[-1][0].dtype != tensor.dtype:
+        if not found or size >= nbytes or _kind(found[-1][0]) != _kind(tensor):
             found.append([])
             size = 0
         found[-1].append(tensor)
         size += tensor.numel() * tensor.element_size()
     return found
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, bool]:
+    """Return what tensors that travel as one message have in common."""
+    return tensor.dtype, tensor.is_cpu
 
 
 def sum_in_order(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.codec import Packet
@@ -40,15 +41,15 @@ def pair(library: Path) -> Iterator[list[SimulatedProcess]]:
         process.close()
 
 
-def both(pair: list[SimulatedProcess], function: Any, *args: Any) -> list[Any]:
+def both(processes: list[SimulatedProcess], function: Any, *args: Any) -> list[Any]:
     """What a function gives in each."""
     port = str(free_port())
-    for rank, process in enumerate(pair):
+    for rank, process in enumerate(processes):
         process.begin(
             function, *args, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), NODE_RANK="0",
-            WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo",
+            WORLD_SIZE=str(len(processes)), GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
-    return [process.end() for process in pair]
+    return [process.end() for process in processes]
 
 
 class Tied(MLP):
@@ -114,6 +115,32 @@ def test_evaluation_logs_what_it_does_on_the_host(pair: list[SimulatedProcess], 
     assert "val_loss" in expected
     for logged in both(pair, evaluated, kind, True):
         assert logged == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def four(library: Path) -> Iterator[list[SimulatedProcess]]:
+    processes = [SimulatedProcess(library) for _ in range(4)]
+    yield processes
+    for process in processes:
+        process.close()
+
+
+def begun_with_a_validation(strategy: dict[str, Any]) -> tuple[float, float]:
+    """What the sanity check logs, for which a process has the other stages on its host, and what training ends with."""
+    module, validation, checked = MLP(), loader(MLP, 8, 4), []
+    note = LambdaCallback(on_sanity_check_end=lambda trainer, _: checked.append(trainer.callback_metrics["val_loss"]))
+    runner = pipeline(
+        devices=4, strategy=strategy, accelerator=SimulatedAccelerator(), max_epochs=1, callbacks=[note]
+    )  # fmt: skip
+    runner.fit(module, loader(MLP, 16, 4), validation)
+    return float(checked[0]), float(runner.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("strategy", [{}, {"averaging": Averaging(groups=2)}], ids=str)
+def test_groups_of_several_stages_begin_with_a_validation(
+    four: list[SimulatedProcess], strategy: dict[str, Any]
+) -> None:
+    assert len({*both(four, begun_with_a_validation, strategy)}) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
