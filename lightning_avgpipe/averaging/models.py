@@ -120,6 +120,14 @@ class Models:
         """The names of trained parameters on this process, in the same order on processes with the same stages."""
         return [name for name in self.reference if name in self.own.parameters]
 
+    @property
+    def beside(self) -> list[Tensor]:
+        """The parameters and buffers of models 1..N-1, and those of the reference."""
+        tensors = [*self.reference.values(), *({} if self.shared is None else self.shared.buffers).values()]
+        for model in self.each[1:]:
+            tensors += [*model.parameters.values(), *model.buffers.values()]
+        return tensors
+
     def tensors(self, names: Collection[str] | None = None) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Return the tensors of some of these parameters, or all, for each model, and those of the reference."""
         names = self.mine if names is None else names

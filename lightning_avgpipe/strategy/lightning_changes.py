@@ -23,7 +23,7 @@ from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any,
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.loop import PipelineLoop
-from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
+from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of, tell_device
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.stepping import NormsOverStages, without_gradients
@@ -261,8 +261,11 @@ def sharing_at_end(
             ends()
             return
         drain()
-        with deployment.shared():
+        module = trainer.lightning_module
+        with deployment.shared() as device:
+            tell_device(module, device)
             ends()
+        tell_device(module, cluster.device)
 
     return replaced(trainer.fit_loop, "on_run_end", on_run_end)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -259,16 +260,20 @@ class Deployment:
         )
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> Iterator[torch.device]:
         """Give every process all weights of all models within this context, on the host. Every process calls it.
 
         A module that began on meta is too large for that: it stays as it is.
+
+        Returns:
+            A context that yields the device of the weights.
         """
         ensemble = self.parallel.ensemble
         if ensemble is not None:
             ensemble.begin_relocation()
-        with self.holdings.shared([] if ensemble is None else [ensemble.tensors_of_models]):
-            yield
+        others = () if ensemble is None else ([ensemble.tensors_of_models], lambda: ensemble.models.beside)
+        with self.holdings.shared(*others) as device:
+            yield device
 
     def share(self) -> None:
         """Bring what the steps so far have registered and changed to every process. Every process calls it."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import digest, strided_parts
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
-from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, owners_of
+from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, on_host, owners_of
 from lightning_avgpipe.weights.relocation import (
     Belongings,
     ModuleTensors,
@@ -226,7 +226,9 @@ class Holdings:
             tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
 
     @contextlib.contextmanager
-    def shared(self, others: Sequence[Belongings] = ()) -> Iterator[None]:
+    def shared(
+        self, others: Sequence[Belongings] = (), beside: Callable[[], Iterable[Tensor]] = tuple
+    ) -> Iterator[torch.device]:
         """Give every process all weights within this context, on the host, unless the module began on meta.
 
         Every process calls it. As in ddp each has its own copy. What owners write stays; of what they do not write, it
@@ -234,9 +236,12 @@ class Holdings:
 
         Args:
             others: data that every process has within this context besides the module's tensors.
+            beside: returns the tensors of these data.
+        Returns:
+            A context that yields the device of the weights.
         """
         if self._scattered or not self._owners:
-            yield
+            yield self._cluster.device
             return
         self._take_in()
         group, rank = self._cluster.group, self._cluster.rank
@@ -244,7 +249,9 @@ class Holdings:
         kinds = [*self._tensors(), *others]
         relocate(Relocation(self._owners, everybody), group, kinds, torch.device("cpu"))
         before = _bits(kinds, everybody)
-        yield
+        modules = [self._module, *self._copies()]
+        with on_host((*beside(), *(t for module in modules for t in (*module.parameters(), *module.buffers())))):
+            yield torch.device("cpu")
         self._take_in()
         kinds = [*self._tensors(), *others]  # whose parameters may be other objects now
         after = _bits(kinds, self._owners)
@@ -309,7 +316,10 @@ class Holdings:
         return [ModuleTensors(self._module), *self._of_copies()]
 
     def _of_copies(self) -> list[Belongings]:
-        return [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
+        return [ModuleTensors(copy) for copy in self._copies()]
+
+    def _copies(self) -> list[nn.Module]:
+        return [copy for other in self.copies if (copy := other()) is not None]
 
     def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load optimizer states once their parameters have contents.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +89,27 @@ def vacate(tensor: Tensor) -> None:
 
 def to_host(module: nn.Module) -> None:
     """Move parameters, gradients and buffers that have contents to the host."""
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.cpu()
-            parameter.grad = None if parameter.grad is None else parameter.grad.cpu()
-    for buffer in module.buffers():
-        if not buffer.is_meta:
-            buffer.data = buffer.data.cpu()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            _move(tensor, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Move parameters, gradients and buffers to the host within this context, and back to their devices after it."""
+    moved = [(tensor, tensor.device) for tensor in tensors if not tensor.is_cpu and not tensor.is_meta]
+    for tensor, _ in moved:
+        _move(tensor, torch.device("cpu"))
+    yield
+    for tensor, device in moved:
+        _move(tensor, device)
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer with its gradient, without changing the object."""
+    tensor.data = tensor.data.to(device)
+    if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        tensor.grad = tensor.grad.to(device)
 
 
 def _replace(parameter: Tensor, tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -151,6 +152,39 @@ def test_tied_weights_that_are_clipped_are_those_of_the_host(pair: list[Simulate
         assert not errors
         for name, tensor in expected.items():  # sums over processes round otherwise than those within one
             torch.testing.assert_close(torch.tensor(weights[name]), tensor)
+
+
+class Ends(Asking):
+    """Its hook at the end uses all layers of each model where self.device says they are."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        shown = [strategy.reference(), *(strategy.parallel_model(n) for n in range(strategy.num_models))]
+        self.ends = []
+        for context in shown if len(shown) > 2 else [contextlib.nullcontext(self)]:
+            with context as model, torch.no_grad():
+                output = model.layers(torch.ones(2, 8, device=self.device))
+                places = {str(tensor.device) for tensor in (*self.parameters(), *self.buffers(), output)}
+                self.ends.append((output.tolist(), places, str(self.device)))
+
+
+def ended(on_device: bool, strategy: dict[str, Any]) -> tuple[Any, list[list[float]]]:
+    """What the hook has found, and the weights after training."""
+    torch.manual_seed(4)
+    module, accelerator = Ends(), SimulatedAccelerator() if on_device else "cpu"
+    runner = pipeline(devices=2 if on_device else 1, strategy=strategy, accelerator=accelerator, max_epochs=1)
+    runner.fit(module, loader(Ends, 16, 8))
+    return module.ends, [tensor.tolist() for tensor in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_at_the_end_a_hook_finds_all_weights_on_the_device_that_self_device_says(
+    pair: list[SimulatedProcess], count: int
+) -> None:
+    strategy = {"num_pipelines": count, "num_microbatches": 4}
+    expected = ended(False, strategy)
+    assert [places for _, places, _ in expected[0]] == [{"cpu"}] * (1 if count == 1 else 1 + count)
+    assert both(pair, ended, True, strategy) == [expected] * 2
 
 
 def counted(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> dict[tuple[str, str], int]:
