@@ -11,6 +11,8 @@ import contextlib
 import functools
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +32,7 @@ from lightning_avgpipe.utils.torch_compat import default_store
 
 _log = logging.getLogger(__name__)
 
+_ABORTED_S = 5.0  # longest time that the transfers of all groups between devices take to be aborted
 _NEVER_SENT = 2**30  # a tag that no transfer has; the tags of channels count from 0
 _HOST = "avgpipe_gloo"  # backend of groups on the host
 
@@ -229,23 +232,31 @@ class ProcessGroups:
     def disconnect(self) -> None:
         """End the transfers for which threads wait. Nothing can be sent any more.
 
-        A transfer between devices would block everything that its device does later, so it is aborted. gloo cannot
-        cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
+        A transfer between devices would block everything that its device does later, so it is aborted: those of all
+        groups at the same time, since an abort may wait until the device has ended the transfers of the others. gloo
+        cannot cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
         self._close_mailboxes()
-        for group in self._on_devices:
-            try:
-                group._get_backend(self._device).abort()
-            except (RuntimeError, AttributeError) as error:  # another backend than NCCL may have no such method
-                _log.warning(
-                    "the backend '%s' cannot abort its transfers (%s): %s may wait for a process that has failed until "
-                    "this one is ended",
-                    self._device_backend, error, self._device,
-                )  # fmt: skip
+        aborts = [threading.Thread(target=self._abort, args=(group,), daemon=True) for group in self._on_devices]
+        for thread in aborts:
+            thread.start()
+        deadline = time.monotonic() + _ABORTED_S
+        for thread in aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
         for group in self._on_hosts:
             for peer in set(range(group.size())) - {group.rank()}:
                 with contextlib.suppress(RuntimeError):  # the timeout is intended
                     group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def _abort(self, group: Any) -> None:
+        try:
+            group._get_backend(self._device).abort()
+        except (RuntimeError, AttributeError) as error:  # another backend than NCCL may have no such method
+            _log.warning(
+                "the backend '%s' cannot abort its transfers (%s): %s may wait for a process that has failed until "
+                "this one is ended",
+                self._device_backend, error, self._device,
+            )  # fmt: skip
 
 
 def _part_of(store: dist.Store | None, name: str) -> dist.Store:

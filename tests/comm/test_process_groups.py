@@ -104,3 +104,19 @@ def test_a_backend_that_cannot_abort_what_a_device_waits_for_is_named(
     network.disconnect()
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("the backend 'xccl' cannot abort its transfers") and "meta:0" in said
+
+
+def test_all_that_a_device_waits_for_is_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort waits for what its device does, and that may be what another abort ends."""
+    all_asked, ended = threading.Barrier(2), []
+
+    class Kernels(Endless):
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(abort=lambda: ended.append(all_asked.wait(LONGER_S)))
+
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Kernels())
+    network = ProcessGroups(0, torch.device("meta", 0), LIMIT, "xccl")
+    for name in ("groups", "replicas"):
+        network.join(Party(name, (0, 1), on_host=False))
+    network.disconnect()
+    assert sorted(ended) == [0, 1]
