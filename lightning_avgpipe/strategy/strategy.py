@@ -58,9 +58,11 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_info,
     rank_zero_only,
+    rank_zero_warn,
     refuse_other,
     reset_seed,
 )
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
 
@@ -370,6 +372,14 @@ class AvgPipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
+        # before anything runs on the device, in the processes to start too
+        late = [] if self.passthrough else set_environment(self.root_device, os.environ)
+        if late and self.device_layout.world_size > 1:
+            rank_zero_warn(
+                f"{self.root_device} was in use before {listed(late)} was set, which it reads when it begins: messages "
+                "and the work of stages may wait for each other. Make the Trainer before anything uses a device, or "
+                "set it in the environment of the script"
+            )
         self._launcher = self._system.launcher(self) or launch.launcher(self, self.options.start_method)
         if self.passthrough and self._undivided:
             rank_zero_info(
@@ -502,7 +512,7 @@ class AvgPipeStrategy(ParallelStrategy):
         commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
-            set_environment(self.root_device, os.environ)  # before anything runs on the device
+            set_environment(self.root_device, os.environ)
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes

@@ -114,10 +114,17 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def set_environment(device: torch.device, environment: MutableMapping[str, str]) -> None:
-    """Set variables that a kind of device and its backend read when they start, unless the user has set them."""
-    for name, value in _ENVIRONMENT.get(device.type, {}).items():
-        environment.setdefault(name, value)
+def set_environment(device: torch.device, environment: MutableMapping[str, str]) -> list[str]:
+    """Set variables that a kind of device and its backend read when they start, unless the user has set them.
+
+    Returns:
+        Variables that were set too late, since this process has begun to use a device of this kind.
+    """
+    variables = _ENVIRONMENT.get(device.type, {})
+    new = [name for name in variables if name not in environment]
+    environment.update({name: variables[name] for name in new})
+    begun = new and accelerator_in_use() == device.type
+    return [name for name in new if name.startswith(device.type.upper())] if begun else []
 
 
 def connects_hosts(name: str) -> bool:

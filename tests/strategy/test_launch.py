@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import signal
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.commands import LIMIT_S, Command, started
 from tests.comparing import assert_equal, state
 from tests.models import MLP, loader
 from tests.processes import free_port, until
+from tests.simulated.accelerator import SimulatedAccelerator
 from tests.trainers import pipeline, trainer
 
 SCRIPT = Path(__file__).parents[1] / "script.py"
@@ -225,6 +228,34 @@ def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) ->
         trainer(strategy="avgpipe", devices=2)
     trainer(strategy="avgpipe", devices=1)
     pipeline(4, devices=1, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+class Gpus(SimulatedAccelerator):
+    """Has devices of a kind that need not be here."""
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", number) for number in devices]
+
+
+@pytest.mark.parametrize(
+    ("in_use", "given", "found", "warned"),
+    [(False, None, "32", False), (True, None, "32", True), (True, "8", "8", False)],
+)
+def test_processes_inherit_what_cuda_reads_at_its_start_and_one_that_has_begun_is_warned(
+    in_use: bool, given: str | None, found: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, given or "")  # so that what is set here is undone
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer(strategy="avgpipe", accelerator=Gpus(), devices=2)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == found
+    assert any("before CUDA_DEVICE_MAX_CONNECTIONS was set" in str(one.message) for one in said) == warned
 
 
 def test_processes_that_exist_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
