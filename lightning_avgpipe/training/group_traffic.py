@@ -13,12 +13,14 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.plan import format_seconds, nbytes
+from lightning_avgpipe.utils.device import port_of
 
 
 def traffic_lines(plan: Plan, module: nn.Module, cluster: Cluster, averaging: Averaging) -> list[str]:
     """Return lines on what each stage exchanges with other groups; none with one group. Every process calls it.
 
-    If the plan was measured, the links between groups are measured as well.
+    If the plan was measured, the links between the hosts of groups are measured as well, unless groups exchange between
+    devices.
     """
     group = cluster.averaging_group
     if group is None:
@@ -30,7 +32,8 @@ def traffic_lines(plan: Plan, module: nn.Module, cluster: Cluster, averaging: Av
     line = f"groups exchange {sizes} in {averaging.every} step{'s' * (averaging.every > 1)}"
     line += f" ({part} every {pauses:g})" if averaging.every > 1 else ""
     line += f", as {averaging.wire}" if averaging.wire else ""
-    if not plan.measured or plan.forecast is None:
+    over_hosts = group.on_host or port_of(cluster.device).is_host
+    if not plan.measured or plan.forecast is None or not over_hosts:
         return [line]
     slowest = min(speed for row in measure_bandwidth(group.members) for speed in row)
     speeds = cluster.group.exchange_objects(slowest)

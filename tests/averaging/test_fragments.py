@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import Averaging
+from lightning_avgpipe.training.group_traffic import traffic_lines
 from tests import processes
 from tests.averaging.models import Models, Net, train
 from tests.averaging.test_equations import NESTEROV, ByHand, doubled, of
@@ -67,6 +69,16 @@ def test_two_groups_are_two_pipelines_also_if_they_resume_or_round(tmp_path: Pat
         assert "on the link between groups, behind 2 steps: a step waits for" in plan
     again = of_groups(tmp_path / "back", 1, 0, tmp_path / "two" / "step=4.ckpt")
     assert_equal(trained(again[1]), trained(expected[1]))
+
+
+def test_how_long_a_step_waits_is_not_said_of_sums_between_devices() -> None:
+    """Only the links between hosts are measured, and these sums do not travel over them."""
+    module, stage = MLP(), SimpleNamespace(index=0, parameters=("layers.0.weight",))
+    plan: Any = SimpleNamespace(stages=[stage], num_stages=1, measured=True, forecast=SimpleNamespace())
+    group = SimpleNamespace(count=2, on_host=False)  # whose members have no connections of hosts to measure
+    cluster: Any = SimpleNamespace(averaging_group=group, device=torch.device("meta"))
+    (line,) = traffic_lines(plan, module, cluster, Averaging(groups=2))
+    assert line.startswith("groups exchange")
 
 
 class AsManager:
