@@ -310,6 +310,7 @@ _RUNS = (
     Private(f"{_TRAINER}.call._call_callbacks_load_state_dict", "the same", "trainer checkpoint"),
     Private(f"{_DISTRIBUTED}._set_num_threads_if_needed", "after the start", "num_processes"),
     Private(f"{_DISTRIBUTED}._init_dist_connection", "joins them", "cluster_environment torch_distributed_backend"),
+    Private(f"{_DISTRIBUTED}._destroy_dist_connection", "called at exit", ""),
     Private(f"{_DISTRIBUTED}._all_gather_ddp_if_available", "user groups", "tensor group sync_grads"),
     Private(f"{_DISTRIBUTED}._sync_ddp_if_available", "user groups", "result group reduce_op"),
     Private(f"{_FABRIC}.imports._IS_INTERACTIVE", "whether a notebook runs"),

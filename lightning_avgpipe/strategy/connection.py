@@ -12,6 +12,7 @@ Groups train parallel models, or are replicas. Processes of one group work on th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import signal
@@ -43,6 +44,7 @@ from lightning_avgpipe.utils.lightning import (
     SIGTERMException,
     TrainerStatus,
     _all_gather_ddp_if_available,
+    _destroy_dist_connection,
     _init_dist_connection,
     _sync_ddp_if_available,
     pl,
@@ -138,7 +140,10 @@ class Connection:
             both = self.backend if connects_hosts(self.backend) else backends("gloo", all_devices, self.cluster.device)
             # if torch has a group of all processes, Lightning leaves it as it is
             meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
+            is_made_here = not dist.is_initialized()
             self.cluster.open(store, meet, "torchrun's agent" if launch.has_agent() else None)
+        if is_made_here and not port_of(self.cluster.device).is_host:  # Lightning does it for "nccl" alone
+            atexit.register(_destroy_dist_connection)
         self.cluster.control.when_agreed(self._hears)
         for request in tuple(self.noted):  # while other connections were open, or none
             self.cluster.watch.request(request)
@@ -178,6 +183,7 @@ class Connection:
             self.cluster.close(self.failed)
         if self.failed:
             self.cluster = None
+            atexit.unregister(_destroy_dist_connection)  # it would wait for processes that have gone
 
     def barrier(self, name: str | None) -> None:
         """Wait for all processes, if they are connected."""

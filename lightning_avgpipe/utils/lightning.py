@@ -43,6 +43,7 @@ find_free_network_port = fabric.plugins.environments.lightning.find_free_network
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 sized_len = fabric.utilities.data.sized_len
 _all_gather_ddp_if_available = fabric.utilities.distributed._all_gather_ddp_if_available
+_destroy_dist_connection = fabric.utilities.distributed._destroy_dist_connection
 _init_dist_connection = fabric.utilities.distributed._init_dist_connection
 _set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
 _sync_ddp_if_available = fabric.utilities.distributed._sync_ddp_if_available

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +24,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.patching import replaced
 from tests.comm.test_alone import Gathers
 from tests.models import MLP, loader
 from tests.processes import free_port
@@ -223,6 +226,25 @@ def test_each_of_several_pipelines_takes_a_stream_unless_they_share_one(
     four = both(pair, fitted, {"num_pipelines": 4, "averaging": Averaging(streams=streams)})
     one = both(pair, fitted, {"num_pipelines": 1})
     assert [taken for *_, taken in four] == [(normal + 4 * streams, first) for *_, (normal, first) in one]
+
+
+def initialized_in_the_end(times: int) -> list[bool]:
+    """Whether torch's group of all processes is there after some trainings, and after what the script does at exit."""
+    if dist.is_initialized():  # by another test
+        dist.destroy_process_group()
+    at_exit: list[Any] = []
+    with replaced(atexit, "register", lambda function, *args: at_exit.append(partial(function, *args))):
+        for _ in range(times):
+            fit(True, MLP, {"num_microbatches": 4}, {}, 1, devices=2)
+    found = [dist.is_initialized()]
+    for function in reversed(at_exit):
+        function()
+        found.append(dist.is_initialized())
+    return found
+
+
+def test_connections_of_devices_are_closed_when_the_script_ends(pair: list[SimulatedProcess]) -> None:
+    assert both(pair, initialized_in_the_end, 2) == [[True, False]] * 2
 
 
 def given_up() -> list[float]:
