@@ -376,9 +376,9 @@ class AvgPipeStrategy(ParallelStrategy):
         late = [] if self.passthrough else set_environment(self.root_device, os.environ)
         if late and self.device_layout.world_size > 1:
             rank_zero_warn(
-                f"{self.root_device} was in use before {listed(late)} was set, which it reads when it begins: messages "
-                "and the work of stages may wait for each other. Make the Trainer before anything uses a device, or "
-                "set it in the environment of the script"
+                f"{self.root_device} was in use before the Trainer was made, too early for what devices read at their "
+                f"start ({listed(late)}): messages and the work of stages may wait for each other. Make the Trainer "
+                "before anything uses a device, or set these variables in the environment of the script"
             )
         self._launcher = self._system.launcher(self) or launch.launcher(self, self.options.start_method)
         if self.passthrough and self._undivided:

@@ -25,6 +25,9 @@ _ENVIRONMENT = {
     "cuda": {
         # hardware queues: streams that share one wait for each other
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # a kernel that is loaded at its first launch may wait for all that runs on the device, and so for a send that
+        # waits for another process, which waits likewise
+        "CUDA_MODULE_LOADING": "EAGER",
         # after an error, or its timeout, NCCL's communicators are aborted, but not the process: its own error names
         # stage, rank and action
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",

@@ -84,13 +84,14 @@ def test_transfers_between_cuda_devices_occupy_few_multiprocessors(monkeypatch: 
 
 
 def test_what_cuda_and_nccl_read_at_their_start_is_set_unless_the_user_has() -> None:
-    ours, theirs = {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ours, theirs = {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY"}
     for environment in (ours, theirs):
         set_environment(CUDA, environment)
         set_environment(HOST, environment)
     # 2: communicators are aborted after an error, and the process is not
-    assert ours == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
-    assert theirs == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    nccl = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    assert ours == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", **nccl}
+    assert theirs == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY", **nccl}
 
 
 def test_what_raises_without_memory_is_known() -> None:
