@@ -22,6 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
 
+_TRIED_RATE = 0.1  # smallest learning rate of these steps
 _TRIED_STEPS = 10  # estimates of several optimizers grow slowly
 _HOOKS = "_hooks"  # ending of the names of an optimizer's registries of hooks
 States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
@@ -201,6 +202,9 @@ def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
         if name.endswith(_HOOKS):
             vars(made)[name] = OrderedDict()
     made.param_groups[:] = [_Group({**group, "params": [to]}) for (group, _), to in zip(groups, small, strict=True)]
+    for group in made.param_groups:
+        if isinstance(group.get("lr"), (int, float)):  # a scheduler may begin at 0
+            dict.update(group, lr=max(group["lr"], _TRIED_RATE))
     first, further = small[0], nn.Parameter(like(small[0]))
     made.param_groups[0]["params"].append(further)
     with torch.random.fork_rng([]):

@@ -95,12 +95,14 @@ class Execution:
         static: whether micro-batches run a program that was written down while another one was followed: ``"auto"``:
             the first one of the same iteration, if the step leaves nothing behind; ``True``: also one of an earlier
             iteration; ``False``: never.
+        interrupted: whether hooks of the user, which may change weights, run between micro-batches.
     """
 
     recompute: Recompute = Recompute()  # noqa: RUF009
     compiler: Compiler | None = None
     streams: bool = False
     static: bool | Literal["auto"] = "auto"
+    interrupted: bool = False
 
 
 class _Cast(NamedTuple):

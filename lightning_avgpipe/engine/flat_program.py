@@ -281,7 +281,7 @@ class FlatProgram:
             else:
                 result = _free(instruction, args, kwargs, runner, part.observe)
                 made = [result] if type(result) is Tensor else tree.tensors(result)
-                if kind != "question" and _free_form(instruction.module, result, made) != instruction.answer:
+                if kind != "question" and _free_form(kind, instruction.module, result, made) != instruction.answer:
                     raise self._other_form(instruction, bool(own))
             for slot, tensor in zip(instruction.made, made, strict=True):
                 held = slots[slot]
@@ -322,8 +322,13 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
     return result
 
 
-def _free_form(module: nn.Module | None, result: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the form of what a free function or unit returned: of one tensor by a function that is its shape."""
+def _free_form(kind: InstructionKind, module: nn.Module | None, result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the form of what a free function or unit, or a call that looks at values, has returned.
+
+    Of one tensor by a function that is its shape. Shapes of what metrics return may depend on numbers.
+    """
+    if kind == "observe":
+        return _form(result, ())
     return tensors[0].shape if module is None and type(result) is Tensor else _form(result, tensors)
 
 
@@ -485,10 +490,10 @@ class ProgramWriter:
                 raise Unwritable(f"{name}() gives the step something else than tensors")
             if tensors:
                 is_glue = result is None
-                answer = _free_form(None, None, ()) if is_glue else result
+                answer = _free_form("glue", None, None, ()) if is_glue else result
                 self._write("glue" if is_glue else "question", function, args, kwargs, (), answer=answer)
             return
-        form = _free_form(None, result, tree.tensors(result))
+        form = _free_form("glue", None, result, tree.tensors(result))
         self._write("glue", function, args, kwargs, result, answer=form)
 
     @_writing
@@ -533,7 +538,7 @@ class ProgramWriter:
         """Note a call that has looked at values."""
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
             raise Unwritable(f"{function_name(run)}() tells the step numbers")
-        self._write("observe", run, args, kwargs, result, answer=_free_form(None, result, tree.tensors(result)))
+        self._write("observe", run, args, kwargs, result, answer=_free_form("observe", None, result, ()))
 
     @_writing
     def end(self, replayed: Replayed, complete: bool) -> None:

@@ -85,15 +85,15 @@ _CHANGING = frozenset(
         "remove",
         "discard",
         "clear",
-        "subtract",
         "write",
         "writelines",
         "writerow",
         "writerows",
         "put",
+        *(name for name in dir(nn.Module) if name.startswith("register_")),
     )
-).union(name for name in dir(nn.Module) if name.startswith("register_"))  # fmt: skip
-_CHANGING_DICTS = ("update", "add")  # the names of methods of metrics and tensors, too
+)  # fmt: skip
+_CHANGING_DICTS = ("update", "add", "subtract")  # metrics and torch have functions of these names, too
 # Methods that nothing in a step calls by an operator or a statement, or that make the object.
 _NOT_OF_STEPS = frozenset((
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",
@@ -183,15 +183,8 @@ class Purity:
         self._known.add(code)
         if (why := stores(code)) is not None:
             return why
-        if changing := _CHANGING.intersection(code.co_names):
+        if changing := _CHANGING.intersection(code.co_names).union(self._changing_dicts(code, names)):
             return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {min(changing)}()"
-        for (_, held_by, *_), (_, method, _, follows) in pairwise(naming(code)):
-            if (
-                follows
-                and method in _CHANGING_DICTS
-                and any(isinstance(h, (dict, set)) for h in self._held(held_by, names))
-            ):
-                return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {held_by}.{method}()"
         inner = [(part, names) for part in code.co_consts if isinstance(part, types.CodeType)]
         for name in code.co_names:
             own, held = (getattr(kind, name, None) for kind in self._classes), [*self._held(name, names)]

@@ -123,7 +123,7 @@ class Stage:
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration, by a hook either; compiled code casts its own
-        constant = weights.constant and execution.static is not False and not self._step.rewritten.parameters()
+        constant = weights.constant and not execution.interrupted and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}

@@ -4,7 +4,7 @@
 
     iteration 1          every micro-batch is followed, and written down: do all do the same?
     2, 3, ...            micro-batch 0 is followed and written down, the others run what was written
-    every 64th           as the first
+    every 64th           as the first, and so is each one until two micro-batches of one form were the same
 
 If two micro-batches of one form differ, or a step cannot be written down, each one is followed from then on. With a
 static step, which only its author can declare, iterations 2, 3, ... follow nothing.
@@ -178,13 +178,17 @@ class Programs:
     def _of(self, form: Any) -> list[FlatProgram]:
         return [program for known, program in self._written if known == form]
 
-    def writer(self) -> ProgramWriter:
-        """Return a writer for the micro-batch that is followed now."""
+    def writer(self, form: Any) -> ProgramWriter:
+        """Return a writer for the micro-batch of this form that is followed now."""
         if not self.static and self._named_and_assigned:
             self.end(f"it names '{min(self._named_and_assigned)}', which a submodule assigns")
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return UNUSED
-        return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
+        # nothing is repeated before one of two micro-batches of a form was checked
+        checks = not self.static and (
+            self._iteration == 1 or self._iteration % _AUDITED_EVERY == 0 or bool(self._of(form))
+        )
+        return ProgramWriter(self._module, self._context, checks)
 
     @functools.cached_property
     def _named_and_assigned(self) -> frozenset[str]:
@@ -262,7 +266,7 @@ class StageStep:
         self._began_on_host = False  # in this iteration
         called = (name for name, _ in module.named_buffers() if nearest(name, program.called))
         self._buffers = registers_of(module, called)
-        self._versions: list[tuple[int, int]] = []  # of these, when the iteration began
+        self._versions: list[tuple[int, int]] = []  # of these, before the program that runs now
         self.rewritten = Rewritten(program, module)
         self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
@@ -271,7 +275,6 @@ class StageStep:
         """Begin an iteration whose actions run on this stream."""
         self.stream = stream
         self._programs.begin()
-        self._versions = self._versions_now()
         self._unforeseen.begin_iteration()
         if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
@@ -299,6 +302,7 @@ class StageStep:
             assert task.around is not None
             given, form = signature(part, self._programs.static)
             for written in self._programs.find(form):
+                self._versions = self._versions_now()
                 try:
                     with watched(), self.rewritten.saved(trains), self._unforeseen.checked_program():
                         replayed = self._run_program(written, given, part, task.around(micro_batch))
@@ -310,7 +314,7 @@ class StageStep:
                     break
                 self._programs.check_read()
                 return replayed
-            writer = self._programs.writer()
+            writer = self._programs.writer(form)
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
             with watched(), self._unforeseen.checked(part.args):
                 if writer is not UNUSED and task.around is not None:

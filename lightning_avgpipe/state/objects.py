@@ -322,7 +322,7 @@ def _items_reader(cls: type) -> Callable[[Any], Any]:
 
 def num_items(obj: Any) -> int | None:
     """Return the number of items of a container, also if its class has another idea of it; None for other objects."""
-    kind = next((kind for kind in (dict, *_COPIES) if isinstance(obj, kind)), None)
+    kind = next((kind for kind in (dict, *_COPIES) if issubclass(type(obj), kind)), None)  # a proxy is none
     return None if kind is None else kind.__len__(obj)
 
 

@@ -70,11 +70,13 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
 
 
 def assigned_names(classes: Iterable[type]) -> frozenset[str]:
-    """Return the names of attributes and global variables that methods of module classes assign, after ``__init__``."""
+    """Return the names of attributes and global variables that methods of modules assign, but those that make one."""
     bases = dict.fromkeys(base for kind in classes for base in kind.__mro__)
     own = (base for base in bases if base is not nn.Module and issubclass(base, nn.Module))
-    methods = (held for base in own for name, held in vars(base).items() if name != "__init__")
-    found = (f.__code__ for f in map(_bare, methods) if isinstance(f, types.FunctionType))
+    found = (
+        method.__code__ for base in own for name, method in vars(base).items()
+        if isinstance(method, types.FunctionType) and name not in ("__init__", "__setstate__", "__init_subclass__")
+    )  # fmt: skip
     named = (entry for outer in found for code in codes(outer) for entry in naming(code))
     return frozenset(name for operation, name, *_ in named if operation in ("STORE_ATTR", "STORE_GLOBAL"))
 

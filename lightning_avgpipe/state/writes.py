@@ -69,8 +69,8 @@ class Changes(Writes):
 
     Attributes:
         strange: whether a tensor was written to since :meth:`begin` that the step did not make and that has no name.
-        nameless: memory addresses of all such tensors, and of those that were written to through views.
-        viewed: addresses of those that were written to through views since :meth:`begin`.
+        nameless: memory addresses of all tensors without a name that were written to, also through views.
+        viewed: those of them to which views were written since :meth:`begin`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:

@@ -218,7 +218,8 @@ def optimizers(
             )
         if sharded or divided:
             check_separable(optimizer, sharded)
-        saved = [*optimizer.state_dict()] if gathered else ["state", "param_groups"]
+        # Lightning's stand-in for no optimizer has no groups
+        saved = [*optimizer.state_dict()] if gathered and optimizer.param_groups else ["state", "param_groups"]
         if not {"state", "param_groups"}.issubset(saved):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.state_dict() has {listed([*map(repr, saved)])}, but checkpoints of "

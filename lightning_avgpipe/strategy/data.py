@@ -28,7 +28,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
-    CombinedLoader,
     RunningStage,
     TrainerFn,
     _Stateful,
@@ -39,11 +38,13 @@ from lightning_avgpipe.utils.lightning import (
 )
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.random_streams import RandomState
-from lightning_avgpipe.utils.source import caller
+from lightning_avgpipe.utils.source import is_within
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _HOST = torch.device("cpu")
+# The Python modules through which loops read, on all processes alike; no hook runs within them.
+_READING = f"{pl.__name__}.loops.fetchers", f"{__package__}.batches"
 
 
 class _End:
@@ -206,7 +207,7 @@ class _Mirror:
         vars(self).update(_dataloader=dataloader, _distributor=distributor, _length=length, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._streamed() if caller() == CombinedLoader.__module__ else iter(vars(self)["_dataloader"])
+        return self._streamed() if is_within(*_READING) else iter(vars(self)["_dataloader"])
 
     def _streamed(self) -> Iterator[Any]:
         """Return an iterator over the batches of a new stream."""

@@ -65,10 +65,10 @@ def deploy(context: RunContext) -> Deployment:
     )
     origin = context.state.take_origin(cluster, seed)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
-    static = options.static_step
-    if static == "auto" and context.fitting and hooks.has_any(trainer, hooks.BETWEEN_MICRO_BATCHES):
+    static, interrupted = options.static_step, context.fitting and hooks.has_any(trainer, hooks.BETWEEN_MICRO_BATCHES)
+    if static == "auto" and interrupted:
         static = False  # what such a hook changes, the Python of the step may read for the next micro-batch
-    execution = Execution(recompute, compiler, options.averaging.streams, static)
+    execution = Execution(recompute, compiler, options.averaging.streams, static, interrupted)
     return Deployment(
         module,
         cluster,

@@ -68,7 +68,7 @@ def global_norm(
 
     Returns:
         The norm on the host, shape ``()``. It equals the norm in a single process bit for bit: every parameter's norm
-        is computed by its owner, and the norm of the norms by all processes in the same order, which is torch's.
+        is computed by its owner, and the norm of the norms by all processes in the order that torch has on the host.
     """
     position = {id(p.grad): i for i, p in enumerate(parameters) if p.grad is not None}
     places = [position.get(id(gradient)) for gradient in gradients]
@@ -90,7 +90,7 @@ def global_norm(
     dtypes += [torch.float64 if torch.float64 in dtypes else torch.float32] * cluster.group.world_size  # of others
     present: list[int] = (norms[1] > 0).nonzero().flatten().tolist()
     found = dict.fromkeys(dtypes[i] for i in present) or {torch.float32: None}
-    kinds: list[Any] = [torch.empty(0, dtype=dtype, device=cluster.device) for dtype in found]
+    kinds: list[Any] = [torch.empty(0, dtype=dtype, device="cpu") for dtype in found]  # the same order on all devices
     order = [dtype for _, dtype in grouping._group_tensors_by_device_and_dtype([kinds])]
     present.sort(key=lambda i: order.index(dtypes[i]))
     total = functools.reduce(torch.promote_types, order)

@@ -109,6 +109,9 @@ class Absent(Tensor):
         """Make a placeholder for a tensor of the batch that no stage of this process needs."""
         return cls(meta, device, name, _UNSENT_LEAF)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _made, (TensorMeta.of(self), self.device, self._name, self._advice)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({self._name!r}, shape={tuple(self.shape)})"
 
@@ -159,6 +162,11 @@ class Absent(Tensor):
         args, kwargs = [_elsewhere(a) for a in args], {name: _elsewhere(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         return tree.map_tensors(lambda t: Absent(TensorMeta.of(t), place, self._name, self._advice), result)
+
+
+def _made(*given: Any) -> Absent:
+    """Unpickle a placeholder, whose class has another module's name."""
+    return Absent(*given)
 
 
 def has_memory(tensor: Tensor) -> bool:

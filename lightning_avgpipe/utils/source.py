@@ -66,10 +66,9 @@ def is_copying() -> bool:
     return any(frame.f_code is copy.deepcopy.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
-def caller() -> str | None:
-    """Return the name of the Python module whose code has called the function that calls this one."""
-    name: str | None = sys._getframe(2).f_globals.get("__name__")
-    return name
+def is_within(*modules: str) -> bool:
+    """Return whether code of one of these Python modules, by their full names, is running in this thread."""
+    return any(frame.f_globals.get("__name__") in modules for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def caught_line(error: BaseException) -> str:

@@ -116,8 +116,10 @@ class Clipped(MLP):
             parameter.data.clamp_(-0.3, 0.3)
 
 
-def test_weights_that_a_hook_changes_between_micro_batches_are_cast_as_ever() -> None:
-    both(Clipped, loaders(Clipped, 16), precision="bf16-mixed", max_epochs=1, strategy={"verify": False})
+@pytest.mark.parametrize("static", ["auto", True])
+def test_weights_that_a_hook_changes_between_micro_batches_are_cast_as_ever(static: Any) -> None:
+    strategy = {"verify": False, "static_step": static}
+    both(Clipped, loaders(Clipped, 16), precision="bf16-mixed", max_epochs=1, strategy=strategy)
 
 
 @pytest.mark.parametrize("layer", [Limited, Mapped])

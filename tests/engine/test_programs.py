@@ -562,6 +562,19 @@ class Keeps(MLP):
         return (y - target).square().sum() / (1 + len(self.rows(x, y)))
 
 
+class NormalisesRows(Asks):
+    """Normalises a number of rows that depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(bool, lambda kept: len(kept) > 1)
+        self.last, self.norm = RowsOfUnit(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        y, kept = self.last(self.first(x))
+        return F.mse_loss(self.norm(y), target) * (2 if self.heard(kept) else 1)
+
+
 class RowsOfUnit(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x[x.abs().amax(1) > 1]
@@ -600,6 +613,7 @@ def late_differences() -> DataLoader[Any]:
         lambda: Keeps(lambda x, y: (x > 1).nonzero(), norm=True),
         lambda: Keeps(lambda x, y: y[x.amax(1) > 1], norm=True),
         KeepsRowsOfUnit,
+        NormalisesRows,
     ],
 )
 def test_a_micro_batch_with_another_flag_structure_or_shape_is_followed(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
@@ -229,12 +230,30 @@ class Refilled:
             yield inputs.copy_(torch.linspace(i, i + 1, 64).view(8, 8)), targets.copy_(inputs.cos())
 
 
+class Shuffled(CombinedLoader):
+    """Reads by code of its own."""
+
+    def __iter__(self) -> Any:
+        super().__iter__()
+        batches = zip(*map(iter, self.flattened), strict=True)
+        return (({"a": a, "b": b}, i, 0) for i, (a, b) in enumerate(batches))
+
+
+def read_by_own_code(make: Make) -> dict[str, Any]:
+    data = {name: DataLoader(Samples(12), 4, shuffle=True) for name in ("a", "b")}
+    return fitted(make, Several(), loader(MLP, 8, 4), Shuffled(data, "min_size"))
+
+
 class ShowsBatches(Several):
     """Looks at the first batch of validation, as to draw a picture of it; such a hook runs on rank 0 only."""
 
+    def __init__(self, kept: Any = None) -> None:
+        super().__init__()
+        self.kept = [kept]
+
     def on_validation_epoch_end(self) -> None:
-        inputs, _ = next(iter(self.trainer.val_dataloaders))
-        self.seen.append(inputs.sum().item())
+        batch = next(iter(self.kept[0] or self.trainer.val_dataloaders))
+        self.seen.append(tree_leaves(batch)[0].sum().item())
 
 
 class LooksAtData(L.Callback):
@@ -248,6 +267,11 @@ class LooksAtData(L.Callback):
 
 def looked_at(make: Make) -> dict[str, Any]:
     return fitted(make, ShowsBatches(), loader(MLP, 24, 4), loader(MLP, 8, 4), callbacks=[LooksAtData()])
+
+
+def kept_and_looked_at(make: Make) -> dict[str, Any]:
+    kept = combined("max_size_cycle")
+    return fitted(make, ShowsBatches(kept), loader(MLP, 24, 4), kept)
 
 
 class Samples(Dataset[Any]):
@@ -358,6 +382,8 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     "augmentation between validations": augmented_between_validations,
     "refilled memory": lambda make: fitted(make, Several(), Refilled()),
     "hooks that read": looked_at,
+    "a hook that reads a kept loader": kept_and_looked_at,
+    "loader with code of its own": read_by_own_code,
     "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
 }

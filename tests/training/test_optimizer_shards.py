@@ -157,10 +157,14 @@ def test_stages_refuse_no_optimizer_that_is_not_found_to_couple_parameters(make:
     check_separable(make(MLP().parameters(), lr=0.1), sharded=False)
 
 
+@pytest.mark.parametrize("first", [1.0, 0.0])
 @pytest.mark.parametrize(("sharded", "named"), [(True, "shard='optimizer'"), (False, "stages on several processes")])
-def test_an_optimizer_that_couples_parameters_is_refused_by_name(sharded: bool, named: str) -> None:
+def test_an_optimizer_that_couples_parameters_is_refused_by_name(sharded: bool, named: str, first: float) -> None:
+    """Also if a scheduler begins at a rate of 0."""
+    made = Coupled(MLP().parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: first)
     with pytest.raises(ConfigurationError, match=f"{named} with Coupled, which makes the step of a parameter depend"):
-        check_separable(Coupled(MLP().parameters(), lr=0.1), sharded)
+        check_separable(made, sharded)
 
 
 class TwoKinds(torch.optim.SGD):
@@ -173,6 +177,17 @@ def test_an_optimizer_that_holds_weights_of_two_kinds_is_not_divided_among_repli
     check_separable(made, sharded=False)
     with pytest.raises(ConfigurationError, match="shard='optimizer' with TwoKinds, which has a method eval"):
         check_separable(made, sharded=True)
+
+
+class Untrained(MLP):
+    """Trains nothing."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_several_models_may_have_no_optimizer() -> None:
+    pipeline(2, strategy={"num_pipelines": 2}, max_steps=1).fit(Untrained(), loader(MLP, 16, 8))
 
 
 class OfCoupled(MLP):

@@ -31,6 +31,12 @@ def test_a_tensor_that_hides_in_an_object_arrives_as_absent() -> None:
         arrived + 1
 
 
+def test_an_absent_value_can_be_pickled_as_a_part_of_what_a_hook_saves() -> None:
+    absent = Absent(TensorMeta.of(torch.ones(2, 3)), torch.device("cpu"), "labels")
+    arrived = pickle.loads(pickle.dumps({"batch": [absent]}))["batch"][0]
+    assert repr(arrived) == repr(absent) and type(arrived) is Absent
+
+
 def test_an_absent_value_answers_as_the_tensor_does_when_it_is_received() -> None:
     turned = torch.randn(3, 2, requires_grad=True).t() * 2
     absent = Absent(TensorMeta.of(turned), torch.device("cpu"), "encoder")
