@@ -155,7 +155,7 @@ class Collectives:
         """Return the items of all members, by rank, on every member."""
         return [item] if self.world_size == 1 else self._exchange(_pickled(item), what)
 
-    def begin_exchange(self, item: T) -> Callable[[], list[T]]:
+    def begin_exchange(self, item: T, what: str = "an exchange of objects") -> Callable[[], list[T]]:
         """Begin :meth:`exchange_objects` without waiting. All members begin and end their exchanges in the same order.
 
         Returns:
@@ -163,7 +163,7 @@ class Collectives:
         """
         if self.world_size == 1:
             return lambda: [item]
-        mine, what = _pickled(item), "an exchange of objects"
+        mine = _pickled(item)
         blocks = [_bytes(_BLOCK) for _ in self.ranks]
         try:
             work = self.process_group.allgather(blocks, _block(mine))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ _CONTEXTS = {
 }
 
 
+_MOST_AHEAD = 1  # batches of an evaluation that a process is ahead of another one
 _MANY = 2**32  # more than the batches of a validation
 
 
@@ -104,6 +106,7 @@ class PipelineLoop:
         modules = context.module.modules()
         self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
+        self._begun: deque[Callable[[], object]] = deque()  # waits for the processes to begin a batch of an evaluation
 
     @property
     def accumulates(self) -> bool:
@@ -141,6 +144,7 @@ class PipelineLoop:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
         self.order.drain()
+        self._keep_pace()
         observed = hooks.has_any(self.trainer, hooks.OF_EVALUATION)
         self.bring(observed)  # what training has changed, before the step changes anything of the reference
         iteration = self.new_iteration(step, [batch], rest)
@@ -157,6 +161,16 @@ class PipelineLoop:
         returned = step == "predict_step" and self.trainer.predict_loop.return_predictions
         shares = self.cluster.group.world_size > 1 and (returned or "outputs" in self.named_at_batch_end[step])
         return self.cluster.control.publish(result) if shares else result
+
+    def _keep_pace(self) -> None:
+        """Let a process that reads batches of an evaluation, without the last stage, wait for those that fall behind.
+
+        In training backwards hold it back; here what it sends would pile up where a slower stage does not get to it.
+        """
+        if self.cluster.stage_map.reader:  # rank 0 has the last stage
+            self._begun.append(self.cluster.group.begin_exchange(None, "the evaluation of the batch before"))
+            if len(self._begun) > _MOST_AHEAD:
+                self._begun.popleft()()
 
     def _run_whole(self, iteration: Iteration) -> list[Any] | None:
         """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""

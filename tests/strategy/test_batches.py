@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -358,6 +360,38 @@ def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:
     for _, said in in_two:
         for text, message in zip(said, REFUSED.values(), strict=True):
             assert message in text
+
+
+class LooksAway(L.Callback):
+    """Rank 0, with the last stage, is busy for long in the third batch; notes which batches the others then are at."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begun = 0
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if not trainer.is_global_zero:
+            (self.folder / f"{batch_idx} begun").touch()
+        elif batch_idx == 2:
+            threading.Event().wait(2.0)
+            self.begun = len([*self.folder.glob("* begun")])
+
+
+def begun_meanwhile(folder: Path) -> tuple[int, float]:
+    looks = LooksAway(folder)
+    strategy = {"links": Links(reader="first"), "num_microbatches": 2}
+    runner = pipeline(2, 2, strategy, callbacks=[looks])
+    (logged,) = runner.validate(twins(MLP)[0], loader(MLP, 80, 4), verbose=False)
+    assert len([*folder.glob("* begun")]) == 20
+    return looks.begun, logged["val_loss"]
+
+
+def test_a_first_stage_that_reads_waits_in_evaluation_for_a_last_one_that_does_not_look(tmp_path: Path) -> None:
+    """What it sends would fill memory: there are no backwards that hold it back."""
+    (begun, logged), (_, same) = processes.everywhere(2, begun_meanwhile, tmp_path, folder=tmp_path)
+    assert 3 <= begun <= 5
+    (expected,) = pipeline(2).validate(twins(MLP)[0], loader(MLP, 80, 4), verbose=False)
+    assert logged == same == pytest.approx(expected["val_loss"])
 
 
 class Uses(Regression):
