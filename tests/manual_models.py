@@ -26,6 +26,18 @@ class Manual(L.LightningModule):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.seen.append(float(optimizer.param_groups[0]["lr"]))
 
+    def norm(self) -> Tensor:
+        return torch.stack([parameter.norm() for parameter in self.parameters()]).norm()
+
+    @torch.no_grad()
+    def on_train_end(self) -> None:
+        """Looks at all weights, once more on rank 0, and divides them by their norm."""
+        if self.global_rank == 0:
+            assert self.norm() > 0
+        norm = self.norm()
+        for parameter in self.parameters():
+            parameter.div_(norm)
+
 
 class Gan(Manual):
     """A generator and a discriminator in turns, with random numbers, statistics and in-place activations."""

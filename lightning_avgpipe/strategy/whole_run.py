@@ -40,6 +40,7 @@ from lightning_avgpipe.training.stepping import NormsOverStages, scaling_togethe
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
+from lightning_avgpipe.weights.initialisation import on_meta
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -131,6 +132,7 @@ class WholeRun(PassthroughRun):
         enter(all_replaced(self._in_lockstep()))
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
+        enter(changes.sharing_at_end(trainer, cluster, deployment, context.state.drain))
         enter(changes.without_inference_mode(trainer))
         enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
         enter(all_replaced(callbacks_refusing_exports(trainer)))
@@ -208,10 +210,12 @@ class WholeRun(PassthroughRun):
         return result
 
     def _together(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that all processes run in lockstep."""
+        """Return a hook that all processes run in lockstep, except at the end, if each has all weights then."""
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if name == "on_train_end" and not self._cluster.group.count(on_meta(self._module)):
+                return hook(*args, **kwargs)
             if name.endswith("_epoch_end") and not self._trainer.sanity_checking:
                 self._connector.sync()
             with self.lockstep.running(name), alone(), in_hook():
