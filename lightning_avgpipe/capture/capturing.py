@@ -141,6 +141,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         set_back=tuple(sorted(effects.set_back)),
         mutated_between=holders,
         changed_by_units={key: effects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
+        parts_changed=effects.objects.parts(),
         made_by_units={key: effects.last_change(key) for key in sorted(effects.once - holders.keys())},
         written_tensors=effects.objects.written(recorder.state.changes.nameless),
         reads=dict(effects.attributes.first_reads),

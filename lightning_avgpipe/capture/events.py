@@ -600,6 +600,18 @@ class ObjectEvents:
         reached = Snapshot([self.attributes[key]], opaque=True).reached().intersection(self.by_nodes)
         return max((change.node for obj in reached for change in self.by_nodes[obj]), default=-1)
 
+    def parts(self) -> dict[Key, frozenset[Any]]:
+        """Return the attributes that hold an object of which units change only some attributes, with their names."""
+        found: dict[Key, frozenset[Any]] = {}
+        for key, held in self.attributes.items() if self.by_nodes else ():
+            names = [change.names for change in self.by_nodes.get(id(held), ())]
+            known = frozenset[Any]().union(*(each or () for each in names))
+            reached = self.by_nodes.keys() & Snapshot([held], opaque=True).reached()
+            only = id(held) in self._seen and reached == {id(held)} and None not in names
+            if only and known <= getattr(held, "__dict__", {}).keys():
+                found[key] = known
+        return found
+
     def reassigned(self) -> set[Key]:
         """Return the attributes that hold another object than when the step began, whoever assigned them."""
         return self._reassigned(self._modules)

@@ -208,7 +208,9 @@ class CallGraph:
             and sets back before the step ends.
         changed_by_units: ``(path, name)`` of the attributes and variables that units assign, or whose objects they
             change -> the last node that does; -1: unknown.
-        made_by_units: the same of those which units assign or change in the first step only.
+        parts_changed: ``(path, name)`` of those that hold an object of which units change only some attributes -> names
+            of these.
+        made_by_units: such attributes and variables, which units assign or change in the first step only.
         written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.
         mutated_between: ``(path, name)`` of the attributes and variables that lead to objects which code between units
@@ -247,6 +249,7 @@ class CallGraph:
     assigned_between: tuple[tuple[str, str], ...] = ()
     set_back: tuple[tuple[str, str], ...] = ()
     changed_by_units: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    parts_changed: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     made_by_units: Mapping[tuple[str, str], int] = field(default_factory=dict)
     written_tensors: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()

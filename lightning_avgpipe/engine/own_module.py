@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.objects import Variable
 from lightning_avgpipe.state.outside import variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.elsewhere import Elsewhere
@@ -146,6 +147,15 @@ def _add(collection: Any, before: Any, after: Any) -> bool:
     return False
 
 
+def _changed_elsewhere(program: StageProgram, module: nn.Module) -> Iterator[tuple[str, Variable]]:
+    """Yield names of what only units of other stages change: attributes, or those of the objects that these hold."""
+    for key, held in variables(module, program.changed_elsewhere).items():
+        parts = sorted(program.graph.parts_changed.get(key, ()))
+        yield from ((f"{joined(*key)}.{part}", Variable(vars(held.state()["value"]), part)) for part in parts)
+        if not parts:
+            yield joined(*key), held
+
+
 class OwnModule:
     """The module as one stage sees it.
 
@@ -177,8 +187,7 @@ class OwnModule:
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
         self._set_back = [] if program.is_last else list(variables(module, program.graph.set_back).values())
-        elsewhere = variables(module, program.changed_elsewhere)
-        self._elsewhere = [(held, Elsewhere(joined(*key), _ELSEWHERE)) for key, held in elsewhere.items()]
+        self._elsewhere = [(held, Elsewhere(name, _ELSEWHERE)) for name, held in _changed_elsewhere(program, module)]
         own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._set_back or self._elsewhere)
         self.swaps = own or weights.swaps(program.stage)
 

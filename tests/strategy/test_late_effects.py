@@ -240,6 +240,42 @@ def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() ->
         piped(Late(nothing, lambda module, loss: loss / module.b.calls), **LATE)
 
 
+class Tally:
+    """What a layer holds: its step, and how often it was called."""
+
+    def __init__(self) -> None:
+        self.step, self.calls = 0.5, 0
+
+
+class Tallies(nn.Linear):
+    """A layer whose own __call__ reads a part of an object that its forward does not change."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.tally = Tally()
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * self.tally.step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tally.calls += 1
+        return super().forward(x)
+
+
+class HoldsTally(Late):
+    def __init__(self, last: Callable[[Any, Any], Any]) -> None:
+        super().__init__(nothing, last)
+        self.a = Tallies()
+
+
+def test_of_an_object_every_stage_reads_what_its_submodule_does_not_change() -> None:
+    module, expected = piped(HoldsTally(nothing), **LATE), by_hand(HoldsTally(nothing))
+    assert_equal(module, expected)
+    assert module.a.tally.calls == expected.a.tally.calls
+    with pytest.raises(AbsentValueError, match=r"uses 'a.tally.calls', which a submodule of another stage changes"):
+        piped(HoldsTally(lambda module, loss: loss / module.a.tally.calls), **LATE)
+
+
 def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
     module = Late(nothing, nothing)
     module.b.writes = True  # type: ignore[assignment]
