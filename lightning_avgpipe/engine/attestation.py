@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,16 @@ class Made(NamedTuple):
     digest: int
 
 
+class Owned(NamedTuple):
+    """A parameter or buffer, whose contents, and of a buffer the shape too, change on the stage that uses it.
+
+    Attributes:
+        name: full name.
+    """
+
+    name: str
+
+
 class Attestation:
     """The requests of one step on one micro-batch, as one stage collects or compares them.
 
@@ -71,10 +81,19 @@ class Attestation:
         stage: stage of this process that runs the step.
         told: requests that earlier stages have collected.
         compares: whether this is the last stage, which compares.
+        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
     """
 
-    def __init__(self, known: KnownTensors[int], stage: int, told: tuple[Attested, ...], compares: bool) -> None:
+    def __init__(
+        self,
+        known: KnownTensors[int],
+        stage: int,
+        told: tuple[Attested, ...],
+        compares: bool,
+        owned: Mapping[int, str],
+    ) -> None:
         self._known = known
+        self._owned = owned
         self._stage = stage
         self._told = {attested.position: attested for attested in told} if compares else {}
         self._compares = compares
@@ -94,7 +113,7 @@ class Attestation:
         found: list[Any] = [name]
         self._describe(args[:1] if name == _COPYING else args, found)
         self._describe(kwargs, found)
-        is_known = not any(type(item) is Made and item.digest == 0 for item in found)
+        is_known = not any(type(item) is Owned or (type(item) is Made and item.digest == 0) for item in found)
         self._free.learn(result, zlib.crc32(repr(found).encode()) if is_known else 0)
 
     def is_of_held(self, tensor: Tensor) -> bool:
@@ -139,7 +158,9 @@ class Attestation:
             found.append(item)
         elif isinstance(item, Tensor):
             value = self._known.value_of(item)
-            if value is None:
+            if value is None and id(item) in self._owned:
+                found.append(Owned(self._owned[id(item)]))
+            elif value is None:
                 found.append(Made(tuple(item.shape), item.dtype, self._free.value_of(item) or 0))
             else:
                 found.append(("value", value))

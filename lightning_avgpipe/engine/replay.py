@@ -116,7 +116,7 @@ class _Replayer(StepTracer):
         # weights of other stages, which may be absent here, are on the device of this one for the step
         super().__init__(context.units, context.owned, context.device, context.owned.keys())
         program, before = part.program, part.entries
-        self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last)
+        self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last, context.owned)
         self.tapped: Tapped | None = None
         self._program = program
         self._tap = part.tap

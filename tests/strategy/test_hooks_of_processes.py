@@ -20,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric
 
@@ -734,6 +735,23 @@ def every_process_has_a_buffer_that_was_registered_without_a_tensor(devices: int
     return state
 
 
+class Quantizes(Layers):
+    """Trains for quantisation of its first weight: operations of the step give buffers the shape of what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantize = get_default_qat_qconfig("fbgemm").weight()
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(nn.functional.linear(self.a(x), self.quantize.forward(self.a.weight)))
+
+
+def every_process_has_a_buffer_whose_shape_its_stage_changes(devices: int) -> Any:
+    state = piped(Quantizes(), 2, devices, split_points=["b"]).state_dict()
+    assert state["quantize.activation_post_process.min_val"].shape == (8,)
+    return state
+
+
 FINDS = (
     callbacks_on_every_process_find_the_metrics_of_an_epoch,
     hooks_that_call_each_other_are_followed_once,
@@ -743,6 +761,7 @@ FINDS = (
     at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them,
     at_the_end_hooks_find_all_weights_of_all_models_on_every_process,
     every_process_has_a_buffer_that_was_registered_without_a_tensor,
+    every_process_has_a_buffer_whose_shape_its_stage_changes,
 )
 
 
