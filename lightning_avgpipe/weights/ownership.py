@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import gc
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.names import nearest
@@ -135,9 +137,26 @@ def explain(error: BaseException, module: nn.Module | None) -> None:
     said = isinstance(error, (RuntimeError, AttributeError)) and any(what in str(error) for what in _SAID)
     if not absent or not said or isinstance(error, AvgPipeError):
         return
+    optimizer = _raised_by(error)
     note = (
-        f"Parameters of other stages have no numbers and no gradient on this process, such as '{absent[0]}'. Code that "
-        "looks at all of them in a hook can leave out those with is_meta"
+        f"Parameters of other stages have no numbers and no gradient on this process, such as '{absent[0]}'. "
+        "Code that looks at all of them in a hook can leave out those with is_meta"
+        if optimizer is None
+        else f"Each process holds the parameters of its own stages only, without '{absent[0]}' here, and "
+        f"{type(optimizer).__name__} looks at all of them. Use an optimizer that treats each parameter by itself, such "
+        "as SGD or AdamW, or one process (devices=1)"
     )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+def _raised_by(error: BaseException) -> Optimizer | None:
+    """Return the optimizer in whose own code an error was raised; None if in none, or in a closure of a model."""
+    own = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for values in reversed(own):
+        if isinstance(values.get("self"), Optimizer):
+            found: Optimizer = getattr(values["self"], "_optimizer", values["self"])  # Lightning's wrapper is one too
+            return found
+        if any(isinstance(value, nn.Module) for value in values.values()):
+            return None
+    return None

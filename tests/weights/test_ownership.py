@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.weights.ownership import explain
@@ -34,6 +36,31 @@ def test_a_hook_that_looks_at_all_weights_is_told_once_which_are_absent(
         explain(caught.value, module)
     (note,) = caught.value.__notes__
     assert "no numbers and no gradient on this process, such as '1.weight'" in note
+
+
+class Sharpness(torch.optim.SGD):
+    """Looks at all parameters in a method of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        scale(self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def scale(parameters: list[Tensor]) -> float:
+    return sum(float(parameter.norm()) for parameter in parameters)
+
+
+def test_an_optimizer_that_looks_at_all_weights_is_named_and_a_closure_of_it_is_not(module: nn.Module) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Sharpness(module.parameters(), 0.1).step()
+    explain(caught.value, module)
+    (note,) = caught.value.__notes__
+    assert "without '1.weight' here, and Sharpness looks at all of them. Use an optimizer that" in note
+    with pytest.raises(RuntimeError) as caught:
+        torch.optim.SGD(module.parameters(), 0.1).step(lambda: scale([*module.parameters()]))
+    explain(caught.value, module)
+    (note,) = caught.value.__notes__
+    assert "in a hook can leave out those with is_meta" in note
 
 
 @pytest.mark.parametrize("error", [ValueError("meta"), RuntimeError("out of memory"), AbsentValueError("meta")])
