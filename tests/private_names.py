@@ -243,6 +243,9 @@ _STEPS = (
     Private(f"{_EPOCH}._should_check_val_fx", "whether a validation comes, the same", "data_fetcher"),
     Private(f"{_CALLBACKS}.ModelCheckpoint._every_n_train_steps", "whether a checkpoint comes, the same"),
     Private(f"{_CALLBACKS}.ModelCheckpoint._train_time_interval", "whether one may come at any time"),
+    Private(
+        f"{_CALLBACKS}.ModelCheckpoint._should_save_on_exception", "replaced: only what is whole", "trainer", ">=2.6"
+    ),
     Private(f"{_EPOCH}._build_kwargs", "the arguments of a rehearsed training_step", "kwargs batch batch_idx"),
     Private(f"{_EPOCH}._batches_that_stepped", "the step that loggers see"),
     Private(f"{_EVALUATION}._on_evaluation_model_eval", "replaced: validation begins with the reference", ""),

@@ -284,10 +284,8 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def saving_what_is_whole(
-    trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]
-) -> AbstractContextManager[None]:
-    """Return a context, for a run from its start on, within which no checkpoint replaces a better one after a failure.
+def why_not_whole(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
+    """Return why no checkpoint may replace a better one now, because a run has failed or ended; None: it may.
 
     A callback that saves in ``on_exception`` would do that: before training has begun the module may not even have the
     weights that the run was to resume from, and after a failure of some process there is no whole model.
@@ -295,27 +293,47 @@ def saving_what_is_whole(
     Args:
         trainer: trainer of the run.
         connection: connection of the processes.
-        begun: returns whether training has begun in this run.
+        has_begun: whether training has begun in this run.
     """
+    if connection.failed:
+        return (
+            " after the failure: each process holds a part of the model only, and the processes did not stop at the "
+            "same iteration. Save regularly (ModelCheckpoint(every_n_train_steps=...)), and resume from the last "
+            "checkpoint"
+        )
+    if trainer.state.status == TrainerStatus.INTERRUPTED and not has_begun:
+        return ": the run ended before training began, and what may be there from a run before is as it was"
+    return None
+
+
+def saving_what_is_whole(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> AbstractContextManager[None]:
+    """Return a context, for a run from its start on, within which the trainer saves nothing while there is a reason."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
-        ended = trainer.state.status == TrainerStatus.INTERRUPTED
-        if connection.failed:
-            rank_zero_warn(
-                f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, "
-                "and the processes did not stop at the same iteration. Save regularly "
-                "(ModelCheckpoint(every_n_train_steps=...)), and resume from the last checkpoint"
-            )
-        elif ended and not begun():
-            rank_zero_warn(
-                f"No checkpoint is saved to {filepath}: the run ended before training began, and what may be there "
-                "from a run before is as it was"
-            )
-        else:
+        why = why_not()
+        if why is None:
             save(filepath, *args, **kwargs)
+        else:
+            rank_zero_warn(f"No checkpoint is saved to {filepath}{why}")
 
     return replaced(trainer, "save_checkpoint", save_checkpoint)
+
+
+def keeping_the_last(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
+    """Yield methods by which callbacks ask first, and else would replace the last checkpoint by what was not saved."""
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_should_save_on_exception"):
+            yield callback, "_should_save_on_exception", partial(_saves, callback._should_save_on_exception, why_not)
+
+
+def _saves(own: Callable[[pl.Trainer], bool], why_not: Callable[[], str | None], trainer: pl.Trainer) -> bool:
+    if not own(trainer):
+        return False
+    why = why_not()
+    if why is not None:
+        rank_zero_warn(f"No checkpoint is saved{why}")
+    return why is None
 
 
 # -- data-parallel peers -----------------------------------------------------------------------------------------------

@@ -31,7 +31,14 @@ from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.connection import Connection, Peers, obeying_signals, saving_what_is_whole
+from lightning_avgpipe.strategy.connection import (
+    Connection,
+    Peers,
+    keeping_the_last,
+    obeying_signals,
+    saving_what_is_whole,
+    why_not_whole,
+)
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.data import Distributor, check_alike, check_sampler, mirror, sharing
 from lightning_avgpipe.strategy.options import (
@@ -63,6 +70,7 @@ from lightning_avgpipe.utils.lightning import (
     reset_seed,
 )
 from lightning_avgpipe.utils.names import listed
+from lightning_avgpipe.utils.patching import all_replaced
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
 
@@ -503,8 +511,11 @@ class AvgPipeStrategy(ParallelStrategy):
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
         if not self.passthrough and model._trainer is not None:  # without a trainer the module is only to be saved
-            saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
-            self._undo.enter_context(saving)
+            self._undo.enter_context(saving_what_is_whole(model.trainer, self._why_not_whole))
+
+    def _why_not_whole(self) -> str | None:
+        assert self.lightning_module is not None
+        return why_not_whole(self.lightning_module.trainer, self._connection, self._begun)
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
@@ -513,6 +524,8 @@ class AvgPipeStrategy(ParallelStrategy):
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
             set_environment(self.root_device, os.environ)
+            callbacks = keeping_the_last(self.lightning_module.trainer, self._why_not_whole)  # all are known by now
+            self._undo.enter_context(all_replaced(callbacks))
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_avgpipe import Links
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
 from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters
@@ -137,10 +137,13 @@ def test_a_resume_after_any_batch_is_bitwise(
 
 
 class Fails(Callback):
-    """Raises in the middle of a batch."""
+    """Raises in the middle of a batch, on one rank."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 3:
+        if trainer.global_step == 3 and trainer.global_rank == self.rank:
             raise RuntimeError("the machine is taken away")
 
 
@@ -164,6 +167,24 @@ def test_the_batch_that_an_exception_interrupted_draws_the_same_numbers_again(tm
     torch.manual_seed(99)
     pipeline(3, strategy=MICRO, max_epochs=1).fit(again, Rest(), ckpt_path=tmp_path / "on_exception.ckpt")
     assert_same_parameters(expected, again)
+
+
+def failing_on_rank_1(save_last: Any, folder: Path) -> None:
+    saves = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last=save_last, save_on_exception=True
+    )
+    saves.CHECKPOINT_NAME_LAST = "last" if save_last == "link" else "last-{step}"
+    runner = pipeline(2, 2, MICRO, max_epochs=1, enable_checkpointing=True, callbacks=[saves, Fails(1)])
+    with pytest.raises((RuntimeError, PeerError)):
+        runner.fit(Scheduled(), loader(Scheduled, 32, 8))
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_after_a_failure_the_last_checkpoint_is_the_one_before_it(save_last: Any, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    processes.everywhere(2, failing_on_rank_1, save_last, tmp_path / "saved", folder=tmp_path)
+    (last,) = (tmp_path / "saved").glob("last*.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 2
 
 
 def test_without_a_resumable_loader_a_resume_does_what_it_does_on_one_device(tmp_path: Path) -> None:
