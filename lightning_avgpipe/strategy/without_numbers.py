@@ -120,7 +120,8 @@ class WithoutNumbers:
 class _NoSilentWrites(TorchDispatchMode):
     """A context that refuses what torch takes for done although a tensor has no numbers.
 
-    That is to write into another tensor from it, and to draw for another one the random numbers that were its own.
+    That is to write into another tensor from it, to draw for another one the random numbers that were its own, and to
+    compute with it and another one: some operations return a tensor on the device of the other, with what is in memory.
 
     Args:
         device: where tensors are made that were to be on the device of such a tensor.
@@ -141,7 +142,11 @@ class _NoSilentWrites(TorchDispatchMode):
         if is_mutable(func) and _is_left_out(list(targets(func, args, kwargs)), (*args, *kwargs.values())):
             name = func._schema.name.removeprefix("aten::")
             raise _absent(f"{name}() at {source_line()} in a hook writes what it computes from")
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _is_made_up(func, tensor_arguments(args, kwargs), result):
+            name = func._schema.name.removeprefix("aten::")
+            raise _absent(f"{name}() at {source_line()} in a hook computes with")
+        return result
 
     def _check_draw(self, func: Any, args: Any, kwargs: Any) -> None:
         given = kwargs.get("generator")
@@ -212,6 +217,16 @@ def _absent(what: str) -> AbsentValueError:
         "call the whole model in validation_step; update weights by others (a teacher that follows a student) in "
         "training_step, or keep both on one stage with split_points"
     )
+
+
+def _is_made_up(func: Any, given: list[Tensor], result: Any) -> bool:
+    """Return whether an operation gives a new tensor with numbers of one without; lists are taken item by item."""
+    schema, known = func._schema, {id(tensor) for tensor in given}
+    if not any(tensor.is_meta for tensor in given) or schema.name.startswith("aten::_foreach_"):
+        return False
+    if any(argument.name == "device" for argument in schema.arguments):  # such as zeros_like(weight, device="cpu")
+        return False
+    return any(not tensor.is_meta and id(tensor) not in known for tensor in tensor_arguments(result))
 
 
 def _is_left_out(written: list[Tensor], given: tuple[Any, ...]) -> bool:

@@ -815,6 +815,17 @@ class FollowsByForeach(Follows):
             torch._foreach_add_(list(self.teacher.parameters()), [p.detach() for p in self.a.parameters()])
 
 
+class Calls(Step):
+    """Of a matrix product with a weight without numbers torch would return whatever is in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def on_train_epoch_end(self) -> None:
+        self.a(torch.ones(1, 8))
+
+
 class SkipsBadGradients(Step):
     def on_after_backward(self) -> None:
         if self.current_epoch and not all(p.grad.isfinite().all() for p in self.others()):  # type: ignore[union-attr]
@@ -922,6 +933,7 @@ REFUSED: dict[Make, str] = {
     ReadsMomentum: "uses the state of an optimizer, of which each process has only the part",
     Follows: rf"add_\(\) at {HERE} in on_train_batch_start in a hook",
     FollowsByForeach: rf"_foreach_add_\(\) at {HERE} in on_train_batch_start in a hook",
+    Calls: rf"mm\(\) at {HERE} in on_train_epoch_end in a hook computes with",
     SkipsBadGradients: rf"SkipsBadGradients\.on_after_backward at {HERE} in .* needs the numbers of",
     ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of",
     Sharpness: rf"Sharpness\.optimizer_step at {HERE} in optimizer_step needs the numbers of",
@@ -940,7 +952,7 @@ CHANGES: dict[Callable[[Any], Any], str] = {
     lambda module: module.optimizers().optimizer.state.clear(): "'optimizer 0'",  # of which each process has a part
 }
 REFUSED |= {partial(Changes, change): rf"{USED}.*{name} \(replaced, or by" for change, name in CHANGES.items()}
-FAST = (ClipsWeights, Follows, Sharpness, CountsInside, Replaces, ReadsMomentum)
+FAST = (ClipsWeights, Follows, Calls, Sharpness, CountsInside, Replaces, ReadsMomentum)
 OTHERS = [make for make in REFUSED if make not in FAST]
 
 
