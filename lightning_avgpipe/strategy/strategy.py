@@ -742,8 +742,8 @@ class AvgPipeStrategy(ParallelStrategy):
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
         # in a hook nothing is made on the meta device, where stand-ins of all weights are to be
-        in_hook = self._run.without_numbers.lifted() if isinstance(self._run, PipelineRun) else contextlib.nullcontext()
-        with in_hook:
+        run = self._run
+        with run.without_numbers.lifted() if isinstance(run, PipelineRun | WholeRun) else contextlib.nullcontext():
             self._state.save_pretrained(model, folder, **options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from lightning_avgpipe.strategy.hooks import AROUND_WHOLE_STEPS
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_exports
+from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.stepping import NormsOverStages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
@@ -112,10 +112,12 @@ class WholeRun(PassthroughRun):
     Attributes:
         plan: the plan of who owns what; None before the first step.
         check: check of gradients before a step.
+        without_numbers: wraps the hooks of callbacks, which each process runs for itself.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
+        self.without_numbers = WithoutNumbers(context.trainer, None)
         self._trainer, self._cluster = context.trainer, context.cluster
         self._module = context.module
         self._batches = Batches(context)
@@ -135,7 +137,8 @@ class WholeRun(PassthroughRun):
         enter(changes.sharing_at_end(trainer, cluster, deployment, context.state.drain))
         enter(changes.without_inference_mode(trainer))
         enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
-        enter(all_replaced(callbacks_refusing_exports(trainer)))
+        guarded = self.without_numbers.replacements()
+        enter(all_replaced(each for each in guarded if each[0] is not self._module))  # whose own hooks run in lockstep
         enter(changes.known_at_epoch_end(trainer))
         enter(changes.known_between_hooks(trainer, self._connector.sync))
         self._undo.callback(give_back, context, deployment)
@@ -237,7 +240,7 @@ class WholeRun(PassthroughRun):
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         """Step this process's parameters; the closure runs on all processes in lockstep."""
-        with self.lockstep.quiet():
+        with self.without_numbers.lifted(), self.lockstep.quiet():
             return own(optimizer, self.check.after(self._closed(optimizer, closure)), model, **kwargs)
 
     def _stepping(self, optimizer: Optimizer) -> Callable[..., Any]:

@@ -41,10 +41,10 @@ class WithoutNumbers:
 
     Args:
         trainer: trainer of the module that has the hooks.
-        state: what the end of a step changes, which hooks may read.
+        state: what the end of a step changes, which hooks may read; None: it is on every process.
     """
 
-    def __init__(self, trainer: pl.Trainer, state: StateOfSteps) -> None:
+    def __init__(self, trainer: pl.Trainer, state: StateOfSteps | None) -> None:
         self._trainer, self._state = trainer, state
         self._running: tuple[Any, str] | None = None  # owner and name of the hook that runs
         self._mode: _NoSilentWrites | None = None  # None outside of hooks
@@ -71,7 +71,7 @@ class WithoutNumbers:
                 yield mode is not None
         finally:
             self._mode = mode
-        if self._running is not None:
+        if self._running is not None and self._state is not None:
             self._state.bring(*self._running)
 
     def show_gradients(self) -> None:
@@ -93,7 +93,8 @@ class WithoutNumbers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._mode is not None:
                 return hook(*args, **kwargs)
-            self._state.bring(owner, name)
+            if self._state is not None:
+                self._state.bring(owner, name)
             if name in hooks.GRADIENTS:
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
@@ -107,7 +108,7 @@ class WithoutNumbers:
                         undo.callback(optimizer.register_step_pre_hook(lambda *_: self._hide()).remove)
                     return hook(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
-                if "meta" not in str(error):
+                if "meta" not in str(error) or isinstance(error, AbsentValueError):  # which says where and what
                     raise
                 raise _absent(f"{type(owner).__name__}.{name} at {raising_line(error)} needs the numbers of") from error
             finally:
@@ -170,13 +171,6 @@ class _NoSilentWrites(TorchDispatchMode):
             yield
         finally:
             self.__enter__()
-
-
-def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[Replacement]:
-    """Yield hooks of callbacks that cannot pickle or show weights of others, for steps that run whole."""
-    for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
-        if owner is not trainer.lightning_module:
-            yield owner, name, _refusing_exports()(getattr(owner, name))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -558,6 +559,23 @@ def copied(devices: int, make: Any) -> list[list[str]]:
     ]
 
 
+class Averages(L.Callback):
+    """Keeps an average of the weights by itself."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.average[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+
+def refused_average(make: Any) -> str:
+    with pytest.raises(AbsentValueError) as refused:
+        pipeline(2, 2, max_epochs=1, callbacks=[Averages()]).fit(make(), loader(MLP, 16, 4))
+    return str(refused.value)
+
+
 def refused_beside() -> str:
     options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
     with pytest.raises(ConfigurationError) as refused:
@@ -568,6 +586,7 @@ def refused_beside() -> str:
 def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
+    found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
     return {**found, "refused": refused_beside()}
 
 
@@ -586,6 +605,11 @@ def test_copies_of_a_module_that_trains_are_plain_modules(make: Any, in_two: Any
     for found in (copied(1, make), *(rank[make.__name__] for rank in in_two)):
         assert len(found) >= 4
         assert not any(found)
+
+
+def test_an_average_of_weights_of_which_each_process_has_some_is_refused(in_two: Any) -> None:
+    for found in (message for rank in in_two for message in rank["averages"]):
+        assert re.search(r"add_\(\) at test_callbacks\.py:\d+ in on_train_batch_end in a hook writes", found), found
 
 
 def test_divided_checkpoints_have_no_average_beside_the_weights(in_two: Any) -> None:
