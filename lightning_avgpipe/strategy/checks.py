@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -377,14 +378,15 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
             )
 
 
-def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check that all ranks have loaded the same checkpoint, or none, and were given the same options.
+def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]) -> None:
+    """Check that all ranks have loaded the same checkpoint, or none, and were given the same options and callbacks.
 
     Args:
-        found: path of the checkpoint, empty if none was loaded, and options by name, on each rank.
+        found: path of the checkpoint, empty if none was loaded, options by name, and names of the user's hooks, on each
+            rank.
     """
-    first, options = found[0]
-    for rank, (path, given) in enumerate(found):
+    first, options, hooks = found[0]
+    for rank, (path, given, others) in enumerate(found):
         if path != first:
             raise ConfigurationError(
                 f"rank 0 has loaded {first or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
@@ -396,6 +398,13 @@ def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
                     f"{name} is {options[name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
                     "same options in all processes"
                 )
+        counted, there = Counter(hooks), Counter(others)
+        for hook in (*(counted - there), *(there - counted)):
+            raise ConfigurationError(
+                f"rank 0 has {counted[hook] or 'no'} {hook}, rank {rank} {there[hook] or 'none'}, but processes decide "
+                "by hooks what they tell each other; give the callback to all processes, and look at "
+                "trainer.is_global_zero inside it"
+            )
 
 
 # -- whether parallel pipelines roll -----------------------------------------------------------------------------------

@@ -86,6 +86,11 @@ def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[A
                 yield owner, name
 
 
+def names(trainer: pl.Trainer) -> list[str]:
+    """Return names of all hooks that :func:`users_hooks` finds, by which processes decide what they tell each other."""
+    return [f"{type(owner).__name__}.{name}" for owner, name in users_hooks(trainer, (*SEEING_WEIGHTS, *TRANSFER))]
+
+
 def has_any(trainer: pl.Trainer, names: Collection[str]) -> bool:
     """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
     return any(True for _ in users_hooks(trainer, names))

@@ -25,7 +25,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state import outside
-from lightning_avgpipe.strategy import checks, combinations, commands, launch
+from lightning_avgpipe.strategy import checks, combinations, commands, hooks, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
@@ -579,7 +579,8 @@ class AvgPipeStrategy(ParallelStrategy):
                 commands.nothing_to_verify(options.verify)
             return PassthroughRun(context)
         checks.trainer(trainer, self.world_size, self.num_pipelines, self.num_teams)
-        checks.same_everywhere(self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared)))
+        given = str(trainer.ckpt_path or ""), options.shared, hooks.names(trainer)
+        checks.same_everywhere(self.cluster.world.gather_objects(given))
         checks.contents(module)
         if why is None:
             if fitting:

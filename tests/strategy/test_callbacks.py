@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import re
 from pathlib import Path
@@ -36,7 +37,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch.utils.tensorboard.summary import histogram
 
-from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
+from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.comparing import assert_close, assert_equal, state
@@ -576,6 +577,13 @@ def refused_average(make: Any) -> str:
     return str(refused.value)
 
 
+def refused_on_rank_0() -> str:
+    on_rank_0 = [Keeps()] if os.environ["LOCAL_RANK"] == "0" else []
+    with pytest.raises(AvgPipeError) as refused:
+        pipeline(2, 2, max_epochs=1, callbacks=on_rank_0).fit(MLP(), loader(MLP, 16, 4))
+    return str(refused.value)
+
+
 def refused_beside() -> str:
     options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
     with pytest.raises(ConfigurationError) as refused:
@@ -587,7 +595,7 @@ def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
-    return {**found, "refused": refused_beside()}
+    return {**found, "refused": refused_beside(), "on rank 0": refused_on_rank_0()}
 
 
 in_two = processes.shared(2, lambda rank: in_rank())
@@ -610,6 +618,11 @@ def test_copies_of_a_module_that_trains_are_plain_modules(make: Any, in_two: Any
 def test_an_average_of_weights_of_which_each_process_has_some_is_refused(in_two: Any) -> None:
     for found in (message for rank in in_two for message in rank["averages"]):
         assert re.search(r"add_\(\) at test_callbacks\.py:\d+ in on_train_batch_end in a hook writes", found), found
+
+
+def test_a_callback_that_rank_0_alone_has_is_refused_everywhere(in_two: Any) -> None:
+    for rank in in_two:
+        assert re.search(r"rank 0 has 1 Keeps\.on_\w+_batch_end, rank 1 none", rank["on rank 0"])
 
 
 def test_divided_checkpoints_have_no_average_beside_the_weights(in_two: Any) -> None:
