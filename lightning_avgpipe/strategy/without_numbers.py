@@ -81,6 +81,9 @@ class WithoutNumbers:
                 p.grad = self._gradients.setdefault(id(p), torch.empty_like(p, requires_grad=False))
                 self._shown.append(p)
 
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._trainer.lightning_module.parameters())
+
     def _hide(self) -> None:
         for p in self._shown:
             p.grad = None
@@ -95,9 +98,10 @@ class WithoutNumbers:
                 return hook(*args, **kwargs)
             if self._state is not None:
                 self._state.bring(owner, name)
-            if name in hooks.GRADIENTS:
+            # others may find the gradients of the last step
+            if name in hooks.GRADIENTS or (self._trainer.training and self._has_gradients()):
                 self.show_gradients()
-            optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
+            optimizers = self._trainer.optimizers if name == "optimizer_step" or self._shown else ()
             around, self._running = self._running, (owner, name)
             self._mode = _NoSilentWrites(self._trainer.strategy.root_device)
             try:

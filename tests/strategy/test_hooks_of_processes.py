@@ -854,9 +854,24 @@ class Watches(L.Callback):
             module.seen = sum(p.grad.norm().item() for p in module.others())
 
 
+class WatchesEnds(L.Callback):
+    """Looks at the gradients that the step has left."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.current_epoch:
+            module.seen = sum(p.grad.norm().item() for p in module.others())
+
+
 class Watched(Step):
+    def __init__(self, watches: type[L.Callback] = Watches) -> None:
+        super().__init__()
+        self.watches = watches
+
     def configure_callbacks(self) -> Any:
-        return [Watches()]
+        return [self.watches()]
+
+
+WATCHED_AT_ENDS = partial(Watched, WatchesEnds)
 
 
 class Counts(nn.Linear):
@@ -938,6 +953,7 @@ REFUSED: dict[Make, str] = {
     ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of",
     Sharpness: rf"Sharpness\.optimizer_step at {HERE} in optimizer_step needs the numbers of",
     Watched: rf"Watches\.on_before_optimizer_step at {HERE} in .* needs the numbers of",
+    WATCHED_AT_ENDS: rf"WatchesEnds\.on_train_batch_end at {HERE} in .* needs the numbers of",
     CountsInside: rf"a metric is called at {HERE} in forward inside a submodule that runs on another stage than",
     TooLarge: f"{RANK_0} 'table'",
     Clipped: r"on_train_batch_end\(\) runs on rank 0 only and changes 'a\.bias', 'a\.weight'",
@@ -952,7 +968,7 @@ CHANGES: dict[Callable[[Any], Any], str] = {
     lambda module: module.optimizers().optimizer.state.clear(): "'optimizer 0'",  # of which each process has a part
 }
 REFUSED |= {partial(Changes, change): rf"{USED}.*{name} \(replaced, or by" for change, name in CHANGES.items()}
-FAST = (ClipsWeights, Follows, Calls, Sharpness, CountsInside, Replaces, ReadsMomentum)
+FAST = (ClipsWeights, Follows, Calls, Sharpness, WATCHED_AT_ENDS, CountsInside, Replaces, ReadsMomentum)
 OTHERS = [make for make in REFUSED if make not in FAST]
 
 
