@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
@@ -183,14 +183,18 @@ class Faulty(Regression):
         if self.averagings > 2:  # the strategy tries the optimizer before there is a trainer
             self.happens("averaging", after=0)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.happens("checkpoint")
-
     def outer(self, parameters: Any) -> torch.optim.Optimizer:
         """An optimizer of the reference model, which tells of its steps."""
         optimizer = torch.optim.SGD(parameters, lr=1.0)
         optimizer.register_step_pre_hook(self.on_averaging)
         return optimizer
+
+
+class Saving(Callback):
+    """A hook that every process runs, where that of a module is one of rank 0."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        pl_module.happens("checkpoint")
 
 
 def train(rank: int, fault: Fault, folder: Path) -> None:
@@ -204,7 +208,8 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
         "num_microbatches": 2,
         "split_points": ["blocks.1", "blocks.2"],
     }
-    callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder / "regular", every_n_train_steps=3)]
+    regular = ModelCheckpoint(folder / "regular", every_n_train_steps=3)
+    callbacks = [Saving(), OnExceptionCheckpoint(folder), regular]
     if fault.phase == "averaging":
         options |= {"num_pipelines": 2, "averaging": Averaging(outer_optimizer=model.outer)}
     if fault.phase == "reconfigure":

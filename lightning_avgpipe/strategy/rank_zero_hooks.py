@@ -1,4 +1,4 @@
-"""Hooks that run on rank 0 only, because they need results of steps: other ranks apply the changes of such a hook.
+"""Hooks that run on rank 0 only, since they need results of steps, or all weights: other ranks apply their changes.
 
 An example is a temperature that ``on_train_epoch_end`` lowers, and that stages on other processes read.
 """
@@ -44,9 +44,11 @@ Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors,
 
 
 def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield hooks that need results, which run on rank 0 of a group, and whose changes the other ranks apply."""
+    """Yield hooks that need results or all weights, which rank 0 of a group runs; the others apply their changes."""
     module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
-    for name in WITH_RESULTS:
+    # a checkpoint has all weights on rank 0, which writes it, unless each process writes its own part
+    in_shards = trainer.strategy.save_distributed_checkpoint  # type: ignore[attr-defined]
+    for name in WITH_RESULTS if in_shards else (*WITH_RESULTS, "on_save_checkpoint"):
         if name in vars(module) or is_overridden(name, module):
             yield module, name, hooks.around(name, getattr(module, name))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 import lightning_avgpipe as ap
@@ -54,6 +55,28 @@ class Saves(Layers):
             self.trainer.save_checkpoint(self.path)
 
 
+class SavesHalves(Saves):
+    """Its hook needs the numbers of what it saves, and counts for the step, which all stages run."""
+
+    saved = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss((batch[0] / (1 + self.saved), batch[1]))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["halves"] = {name: value.cpu().half() for name, value in checkpoint["state_dict"].items()}
+        self.saved += 1
+
+    def configure_callbacks(self) -> Any:
+        return [LambdaCallback(on_train_start=self.saves, on_train_batch_end=self.saves)]
+
+    def saves(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(f"{self.path}-{trainer.global_step}")
+
+
 class Averages(L.Callback):
     """Averages weights by hand, and puts them into checkpoints."""
 
@@ -90,6 +113,18 @@ def test_they_save_what_one_device_saves(tmp_path: Path) -> None:
     one, two = (torch.load(path, weights_only=False) for path in (expected, found))
     for key in ("state_dict", "optimizer_states", "global_step"):
         assert_equal(one[key], two[key])
+
+
+def test_a_hook_of_the_module_finds_all_weights_in_a_checkpoint_and_changes_all_stages(
+    tmp_path: Path,
+) -> None:
+    expected, found = str(tmp_path / "expected"), str(tmp_path / "found")
+    trainer(max_epochs=1).fit(SavesHalves(expected), data(), data())
+    states_of_two_processes(lambda: SavesHalves(found), tmp_path, num_microbatches=1)
+    for end in ("", "-0", "-2", "-4"):
+        one, two = (torch.load(path + end, weights_only=False) for path in (expected, found))
+        for key in ("state_dict", "halves", "optimizer_states"):
+            assert_equal(one[key], two[key])
 
 
 def test_what_lacks_numbers_or_processes_is_an_error(tmp_path: Path) -> None:
