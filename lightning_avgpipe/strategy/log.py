@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
 
 
 class StepLog:
-    """Replaces ``LightningModule.log``: within a step values are collected, and each name is logged once per batch.
+    """Replaces ``LightningModule.log``: within a step values are collected, and each call logs once per batch.
 
     A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
     logged; with parallel pipelines, that of all their batches together, also of other groups. On processes without the
@@ -182,7 +183,7 @@ class StepLog:
         self.batch_values.begin(num_microbatches)
 
     def issue_collected(self, entries: list[Any]) -> None:
-        """Log the values that a batch's micro-batches have collected into a list, once per name."""
+        """Log the values that a batch's micro-batches have collected into a list; see :meth:`issue`."""
         self._collected = entries
         self.tell_groups()
         self.issue()
@@ -195,14 +196,12 @@ class StepLog:
             self._coming = self._of_all_groups(self._leaders)
 
     def issue(self) -> None:
-        """Log the collected values, once per name."""
+        """Log the collected values, as often as each micro-batch has logged a name."""
         if self._coming is not None:
             self._collected, self._coming = self._coming(), None
-        entries: dict[str, list[_Entry]] = {}
-        for entry in sorted(self._collected, key=lambda entry: entry.position):
-            entries.setdefault(entry.name, []).append(entry)
-        self._collected = []
-        for name, logged in entries.items():
+        calls, self._collected = _by_call(self._collected), []
+        for logged in calls:
+            name = logged[0].name
             if any(entry.given != 1 for entry in logged):  # numbers of something, of which there may be one
                 self._alike[name] = False
             elif any(entry.size > 1 for entry in logged):
@@ -248,12 +247,10 @@ class StepLog:
         options = {entry.name: entry.options for entry in self._collected}
         found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
         numbers = [entry for entry in self._collected if not isinstance(entry.value, Metric)]
-        of_metrics: dict[str, list[_Entry]] = {}
-        for entry in numbers:
-            if entry.metric is not None:
-                of_metrics.setdefault(entry.name, []).append(entry)
+        of_metrics = {entry.name for entry in numbers if entry.metric is not None}
+        calls = _by_call([entry for entry in numbers if entry.metric is not None])
         numbers = [entry for entry in numbers if entry.name not in of_metrics]
-        for logged in of_metrics.values():  # first over this group's batches; then the mean over groups
+        for logged in calls:  # first over this group's batches; then the mean over groups
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
@@ -356,6 +353,16 @@ class _Entry:
     options: dict[str, Any]
     metric: Metric | None
     weight: float | None
+
+
+def _by_call(entries: list[_Entry]) -> list[list[_Entry]]:
+    """Return the entries of each call of ``log``: of one name, and as many before them in each micro-batch."""
+    found: dict[tuple[str, int], list[_Entry]] = {}
+    counts: Counter[tuple[str, tuple[int, int]]] = Counter()
+    for entry in sorted(entries, key=lambda entry: entry.position):
+        found.setdefault((entry.name, counts[entry.name, entry.position]), []).append(entry)
+        counts[entry.name, entry.position] += 1
+    return list(found.values())
 
 
 def _portable(entry: _Entry) -> _Entry:

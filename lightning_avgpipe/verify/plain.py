@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import logging
 import pickle
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -238,7 +238,7 @@ class PlainTraining:
         self._logged.clear()
         for i, (part, share) in enumerate(zip(parts, shares, strict=True)):
             samples = sum(p.size for p in parts) or 1
-            self._logged.size = part.size if self._loss_weight is None else share * samples
+            self._logged.begin(part.size if self._loss_weight is None else share * samples)
             result = self._forward(batch, i)
             if i == 0 and zero_grad is not None:
                 zero_grad()
@@ -376,14 +376,20 @@ class _Logged:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.size: float = 1
         self.dataloader_idx = None
+        self._size: float = 1
         self._of_metric = False
-        self._entries: dict[str, list[tuple[Any, float, Any]]] = defaultdict(list)
+        self._calls: Counter[str] = Counter()  # of this micro-batch, by name
+        self._entries: dict[tuple[str, int], list[tuple[Any, float, Any]]] = defaultdict(list)
 
     def clear(self) -> None:
         """Forget what was logged, since another batch begins."""
         self._entries.clear()
+
+    def begin(self, size: float) -> None:
+        """Begin a micro-batch of a size, by which its values are weighted."""
+        self._size = size
+        self._calls.clear()
 
     def listen(self, module: pl.LightningModule) -> None:
         """Note which numbers metric objects return: their mean over micro-batches is not the value of the batch."""
@@ -412,15 +418,19 @@ class _Logged:
             return
         if self._of_metric or options.get("batch_size") is not None:  # a weight of the user's own
             value = None
-        if not self.size:  # a mean over nothing
+        self._calls[name] += 1
+        if not self._size:  # a mean over nothing
             return
         if isinstance(value, Tensor):
             value = value.detach().clone()
-        self._entries[name].append((value, self.size, options.get("reduce_fx", "mean")))
+        self._entries[name, self._calls[name]].append((value, self._size, options.get("reduce_fx", "mean")))
 
     def of_batch(self) -> dict[str, Any]:
-        """Return the reduced value of each name; None for what is not a number, or is reduced in another way."""
-        return {name: _reduced(entries) for name, entries in self._entries.items()}
+        """Return the reduced value of each name; None for what is not a number, or is reduced in another way.
+
+        If a micro-batch has logged a name several times, it is that of the last one.
+        """
+        return {name: _reduced(entries) for (name, _), entries in self._entries.items()}
 
 
 def _reduced(entries: list[tuple[Any, float, Any]]) -> float | None:

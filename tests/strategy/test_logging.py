@@ -293,6 +293,25 @@ def test_a_number_given_as_batch_size_weighs_also_where_it_is_one() -> None:
     assert float(runner.callback_metrics["weighed"]) == pytest.approx(expected)
 
 
+class LogsTwice(MLP):
+    """Logs several values under one name, as a loop over parts of a model does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("first", loss, on_step=True, on_epoch=True)
+        for factor in (1.0, 10.0):
+            self.log("twice", factor * loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_of_one_name_the_step_has_the_last_value_and_the_epoch_the_mean_as_on_one_device() -> None:
+    strategy = {"num_microbatches": 4, "verify": True}
+    runners = both(LogsTwice, loader(MLP, 24, 8), strategy=strategy, max_epochs=1, log_every_n_steps=1)
+    one, stages = (dict(runner.callback_metrics) for runner in runners)
+    assert one["twice_step"] > 5 * one["first_step"]
+    assert_close(stages, one, 1e-6)
+
+
 class KeepsMetrics(MLP):
     """Has a metric among its hyper-parameters, which checkpoints hold."""
 
