@@ -88,7 +88,7 @@ class StepLog:
         self._collected: list[_Entry] = []
         self._coming: Callable[[], list[_Entry]] | None = None  # waits for the entries of all groups
         self.listener: Callable[[str, Any], None] | None = None
-        self._alike: dict[str, bool] = {}  # whether a name is logged with batch_size=1, so that all batches count alike
+        self._given: dict[str, _Given] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
@@ -202,10 +202,8 @@ class StepLog:
         calls, self._collected = _by_call(self._collected), []
         for logged in calls:
             name = logged[0].name
-            if any(entry.given != 1 for entry in logged):  # numbers of something, of which there may be one
-                self._alike[name] = False
-            elif any(entry.size > 1 for entry in logged):
-                self._alike.setdefault(name, True)
+            given = self._given.setdefault(name, _Given())
+            given.see(logged)
             last, results = logged[-1], self._module.trainer._results
             assert results is not None
             for entry in logged:
@@ -213,7 +211,7 @@ class StepLog:
                     port_of(entry.value.device).hand_over(entry.value)  # it may have been made on a pipeline's stream
                 if entry.options != last.options:  # Lightning refuses the second one, with an explanation
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
-            value, batch_size = self._merged(logged, self._alike.get(name, False))
+            value, batch_size = self._merged(logged, given)
             if self.listener is not None:
                 self.listener(name, value)
             results.log(last.fx, name, value, **last.options, batch_size=batch_size)
@@ -251,7 +249,7 @@ class StepLog:
         calls = _by_call([entry for entry in numbers if entry.metric is not None])
         numbers = [entry for entry in numbers if entry.name not in of_metrics]
         for logged in calls:  # first over this group's batches; then the mean over groups
-            value, size = self._merged(logged, False)
+            value, size = self._merged(logged, _Given())
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
         arriving = leaders.begin_exchange([_portable(entry) for entry in numbers])
@@ -263,10 +261,11 @@ class StepLog:
 
         return arrived
 
-    def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
+    def _merged(self, logged: list[_Entry], given: _Given) -> tuple[Any, int]:
         last = logged[-1]
-        sizes = [entry.size if alike or entry.given is None else entry.given for entry in logged]
-        batch_size = 1 if alike else sum(sizes)
+        sizes = [entry.size if given.alike or entry.given is None else entry.given for entry in logged]
+        batch_size = given.total if given.alike else sum(sizes)
+        given.total = batch_size
         if isinstance(last.value, Metric):
             of_batch = self.batch_values.of(last.value)
             if of_batch is not None:
@@ -326,6 +325,41 @@ class _MicroBatch:
     position: tuple[int, int]
     weight: float | None
     into: list[Any]
+
+
+class _Given:
+    """The numbers that were given as ``batch_size`` for one name: numbers of something, or one that says nothing of it.
+
+    Such a number is the same for micro-batches of any size: 1, or that of the dataloader. Then all batches count alike.
+    A number that is the same while all micro-batches have had one size may be that of something, and is summed up,
+    unless it is the number of samples of the whole batch.
+
+    Attributes:
+        alike: whether all batches count alike.
+        total: what Lightning was given for the last batch, or is to be given for all of them if they do.
+    """
+
+    def __init__(self) -> None:
+        self.alike = False
+        self.total = 0
+        self._numbers: set[int | None] = set()
+        self._sizes: set[int] = set()
+        self._is_whole = False
+
+    def see(self, logged: list[_Entry]) -> None:
+        """Look at what the micro-batches of a batch, or of one for each pipeline, have given."""
+        if len(self._numbers) > 1:  # one is enough to tell
+            return
+        self._numbers.update(entry.given for entry in logged)
+        self._sizes.update(entry.size for entry in logged)
+        wholes: Counter[int] = Counter()
+        for entry in logged:
+            wholes[entry.position[0]] += entry.size
+        self._is_whole |= self._numbers <= {*wholes.values(), wholes.total()} - self._sizes
+        several = len(self._sizes) > 1 or (self._numbers == {1} and max(self._sizes) > 1)
+        self.alike, number = False, logged[0].given
+        if number is not None and len(self._numbers) == 1 and (several or self._is_whole):
+            self.alike, self.total = True, self.total or number
 
 
 @dataclass(frozen=True)

@@ -293,6 +293,28 @@ def test_a_number_given_as_batch_size_weighs_also_where_it_is_one() -> None:
     assert float(runner.callback_metrics["weighed"]) == pytest.approx(expected)
 
 
+class LogsSizes(MLP):
+    """Gives the number of the dataloader for each batch, another one, one, and the true one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for name, size in (("whole", 8), ("other", 5), ("one", 1), ("true", len(batch[0]))):
+            self.log(name, loss, batch_size=size, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(("samples", "num_microbatches"), [(10, 4), (10, 8), (30, 4), (11, 1)])
+def test_with_a_constant_batch_size_all_batches_count_alike(samples: int, num_microbatches: int) -> None:
+    strategy, data = {"num_microbatches": num_microbatches}, loader(MLP, samples, 8)
+    runners = both(LogsSizes, data, strategy=strategy, max_epochs=2, log_every_n_steps=1)
+    one, stages = (dict(runner.callback_metrics) for runner in runners)
+    assert abs(one["whole_epoch"] - one["true_epoch"]) > 1e-3
+    unknown = ("one", "one_epoch", "other", "other_epoch") if num_microbatches == 8 else ()
+    for name in unknown:  # each micro-batch has one sample, so that these may be numbers of something
+        del one[name], stages[name]
+    assert_close(stages, one, 1e-5)
+
+
 class LogsTwice(MLP):
     """Logs several values under one name, as a loop over parts of a model does."""
 
