@@ -29,10 +29,12 @@ from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.utils.lightning import (
     WEIGHT_AVERAGING,
+    BasePredictionWriter,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
+    TrainerFn,
     pl,
     rank_zero_info,
     refuse_other,
@@ -337,6 +339,13 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_te
         raise ConfigurationError(
             "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
             "averages in their place; use save_distributed_checkpoint=False"
+        )
+    writers = [c for c in running.callbacks if isinstance(c, BasePredictionWriter)]  # type: ignore[attr-defined]
+    reader = running.strategy.cluster.stage_map.reader  # type: ignore[attr-defined]
+    if writers and reader != 0 and running.state.fn == TrainerFn.PREDICTING:
+        raise ConfigurationError(
+            f"Links(reader='first') with {type(writers[0]).__name__}: predictions are written by rank 0, which would "
+            f"not know the indices of their samples, since rank {reader} reads the data; use Links(reader='last')"
         )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(

@@ -37,6 +37,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch.utils.tensorboard.summary import histogram
 
+from lightning_avgpipe import Links
 from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
@@ -584,6 +585,13 @@ def refused_on_rank_0() -> str:
     return str(refused.value)
 
 
+def refused_writer() -> str:
+    first = functools.partial(pipeline, 2, 2, {"links": Links(reader="first")})
+    with pytest.raises(AvgPipeError) as refused:
+        written(first, Path("written"))
+    return str(refused.value)
+
+
 def refused_beside() -> str:
     options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
     with pytest.raises(ConfigurationError) as refused:
@@ -595,7 +603,8 @@ def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
-    return {**found, "refused": refused_beside(), "on rank 0": refused_on_rank_0()}
+    found |= {"on rank 0": refused_on_rank_0(), "writer": refused_writer()}
+    return {**found, "refused": refused_beside()}
 
 
 in_two = processes.shared(2, lambda rank: in_rank())
@@ -623,6 +632,11 @@ def test_an_average_of_weights_of_which_each_process_has_some_is_refused(in_two:
 def test_a_callback_that_rank_0_alone_has_is_refused_everywhere(in_two: Any) -> None:
     for rank in in_two:
         assert re.search(r"rank 0 has 1 Keeps\.on_\w+_batch_end, rank 1 none", rank["on rank 0"])
+
+
+def test_predictions_are_not_written_without_the_indices_of_their_samples(in_two: Any) -> None:
+    for rank in in_two:
+        assert "with Writer: predictions are written by rank 0, which would not know the indices" in rank["writer"]
 
 
 def test_divided_checkpoints_have_no_average_beside_the_weights(in_two: Any) -> None:
