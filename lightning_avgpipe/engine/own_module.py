@@ -147,13 +147,15 @@ def _add(collection: Any, before: Any, after: Any) -> bool:
     return False
 
 
-def _changed_elsewhere(program: StageProgram, module: nn.Module) -> Iterator[tuple[str, Variable]]:
-    """Yield names of what only units of other stages change: attributes, or those of the objects that these hold."""
+def _changed_elsewhere(program: StageProgram, module: nn.Module) -> Iterator[tuple[Variable, Elsewhere]]:
+    """Yield what only units of other stages change, attributes or those of the objects that these hold now."""
     for key, held in variables(module, program.changed_elsewhere).items():
-        parts = sorted(program.graph.parts_changed.get(key, ()))
-        yield from ((f"{joined(*key)}.{part}", Variable(vars(held.state()["value"]), part)) for part in parts)
-        if not parts:
-            yield joined(*key), held
+        name, parts = joined(*key), program.graph.parts_changed.get(key, frozenset())
+        own: dict[str, Any] = getattr(held.state().get("value"), "__dict__", {})
+        if parts and parts <= own.keys():
+            yield from ((Variable(own, part), Elsewhere(f"{name}.{part}", _ELSEWHERE)) for part in sorted(parts))
+        else:
+            yield held, Elsewhere(name, _ELSEWHERE)
 
 
 class OwnModule:
@@ -187,8 +189,8 @@ class OwnModule:
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
         self._set_back = [] if program.is_last else list(variables(module, program.graph.set_back).values())
-        self._elsewhere = [(held, Elsewhere(name, _ELSEWHERE)) for name, held in _changed_elsewhere(program, module)]
-        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._set_back or self._elsewhere)
+        own = not (self._of_units.are_shown and self.attributes.are_shown)
+        own = own or bool(self._set_back or program.changed_elsewhere)
         self.swaps = own or weights.swaps(program.stage)
 
     def placed(self) -> AbstractContextManager[dict[int, str]]:
@@ -199,7 +201,8 @@ class OwnModule:
     def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             passing = self._to_set_back()
-            hidden = [(one, one.state(), placeholder) for one, placeholder in self._elsewhere]
+            elsewhere = _changed_elsewhere(self.program, self.module)  # hooks may put other objects in their places
+            hidden = [(one, one.state(), placeholder) for one, placeholder in elsewhere]
             for one, _, placeholder in hidden:
                 one.put({"value": placeholder})
             try:

@@ -37,6 +37,7 @@ from lightning_avgpipe.utils.lightning import (
     TrainerFn,
     pl,
     rank_zero_info,
+    rank_zero_warn,
     refuse_other,
 )
 from lightning_avgpipe.utils.names import listed
@@ -343,9 +344,10 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_te
     writers = [c for c in running.callbacks if isinstance(c, BasePredictionWriter)]  # type: ignore[attr-defined]
     reader = running.strategy.cluster.stage_map.reader  # type: ignore[attr-defined]
     if writers and reader != 0 and running.state.fn == TrainerFn.PREDICTING:
-        raise ConfigurationError(
-            f"Links(reader='first') with {type(writers[0]).__name__}: predictions are written by rank 0, which would "
-            f"not know the indices of their samples, since rank {reader} reads the data; use Links(reader='last')"
+        rank_zero_warn(
+            f"Links(reader='first') with {type(writers[0]).__name__}: predictions are written by rank 0, which does "
+            f"not know the indices of their samples, since rank {reader} reads the data; batch_indices is empty. Use "
+            "Links(reader='last') if they are needed"
         )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(

@@ -43,8 +43,9 @@ from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _HOST = torch.device("cpu")
-# The Python modules through which loops read, on all processes alike; no hook runs within them.
+# The Python modules through which loops read, on all processes alike, and those which call hooks.
 _READING = f"{pl.__name__}.loops.fetchers", f"{__package__}.batches"
+_CALLING = f"{pl.__name__}.trainer.call", f"{pl.__name__}.core.module"
 
 
 class _End:
@@ -207,7 +208,7 @@ class _Mirror:
         vars(self).update(_dataloader=dataloader, _distributor=distributor, _length=length, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._streamed() if is_within(*_READING) else iter(vars(self)["_dataloader"])
+        return self._streamed() if is_within(_READING, _CALLING) else iter(vars(self)["_dataloader"])
 
     def _streamed(self) -> Iterator[Any]:
         """Return an iterator over the batches of a new stream."""

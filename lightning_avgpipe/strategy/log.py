@@ -88,7 +88,7 @@ class StepLog:
         self._collected: list[_Entry] = []
         self._coming: Callable[[], list[_Entry]] | None = None  # waits for the entries of all groups
         self.listener: Callable[[str, Any], None] | None = None
-        self._given: dict[str, _Given] = {}
+        self._given: dict[tuple[str, str], _Given] = {}  # by function and name
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
@@ -202,7 +202,7 @@ class StepLog:
         calls, self._collected = _by_call(self._collected), []
         for logged in calls:
             name = logged[0].name
-            given = self._given.setdefault(name, _Given())
+            given = self._given.setdefault((logged[0].fx, name), _Given())
             given.see(logged)
             last, results = logged[-1], self._module.trainer._results
             assert results is not None

@@ -381,8 +381,9 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
         # before anything runs on the device, in the processes to start too
-        late = [] if self.passthrough else set_environment(self.root_device, os.environ)
-        if late and self.device_layout.world_size > 1:
+        several = self.device_layout.world_size > 1
+        late = [] if self.passthrough else set_environment(self.root_device, os.environ, several)
+        if late and several:
             rank_zero_warn(
                 f"{self.root_device} was in use before the Trainer was made, too early for what devices read at their "
                 f"start ({listed(late)}): messages and the work of stages may wait for each other. Make the Trainer "
@@ -523,7 +524,6 @@ class AvgPipeStrategy(ParallelStrategy):
         commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
-            set_environment(self.root_device, os.environ)
             callbacks = keeping_the_last(self.lightning_module.trainer, self._why_not_whole)  # all are known by now
             self._undo.enter_context(all_replaced(callbacks))
         super().setup_environment()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
@@ -81,8 +82,10 @@ class WithoutNumbers:
                 p.grad = self._gradients.setdefault(id(p), torch.empty_like(p, requires_grad=False))
                 self._shown.append(p)
 
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self._trainer.lightning_module.parameters())
+    def _may_have_gradients(self) -> bool:
+        """Return whether there may be gradients of the last step, which tells a process without weights of its own."""
+        own = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad and not p.is_meta]
+        return any(p.grad is not None for p in own) if own else self._trainer.global_step > 0
 
     def _hide(self) -> None:
         for p in self._shown:
@@ -96,10 +99,12 @@ class WithoutNumbers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._mode is not None:
                 return hook(*args, **kwargs)
+            if StepTracer.current() is not None:  # a step that runs whole shares what its hooks use
+                with _refusing_exports():
+                    return hook(*args, **kwargs)
             if self._state is not None:
                 self._state.bring(owner, name)
-            # others may find the gradients of the last step
-            if name in hooks.GRADIENTS or (self._trainer.training and self._has_gradients()):
+            if name in hooks.GRADIENTS or (self._trainer.training and self._may_have_gradients()):
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" or self._shown else ()
             around, self._running = self._running, (owner, name)
@@ -218,9 +223,14 @@ def _absent(what: str) -> AbsentValueError:
 
 
 def _is_made_up(func: Any, given: list[Tensor], result: Any) -> bool:
-    """Return whether an operation gives a new tensor with numbers of one without; lists are taken item by item."""
+    """Return whether an operation gives a new tensor with numbers of one without.
+
+    Operations on lists take these item by item, except for norms.
+    """
     schema, known = func._schema, {id(tensor) for tensor in given}
-    if not any(tensor.is_meta for tensor in given) or schema.name.startswith("aten::_foreach_"):
+    if not any(tensor.is_meta for tensor in given) or (
+        schema.name.startswith("aten::_foreach_") and schema.name != "aten::_foreach_norm"
+    ):
         return False
     if any(argument.name == "device" for argument in schema.arguments):  # such as zeros_like(weight, device="cpu")
         return False

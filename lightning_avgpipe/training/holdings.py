@@ -21,6 +21,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import is_overridden
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import digest, strided_parts
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
@@ -77,8 +78,8 @@ class Holdings:
     def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """Return the state dict of the module or of a copy, on rank 0 that of all stages. Every process calls it."""
         module = copy or self._module
-        if copy is None and self._cluster.group_number:  # nobody writes it
-            return module.state_dict()
+        if copy is None and self._cluster.group_number and not is_overridden("on_save_checkpoint", module):
+            return module.state_dict()  # nobody writes it, or looks at it
         if copy is None and not self.answers:
             return self._to_begin_with()
         if self._cluster.group.world_size == 1 or not self.answers:

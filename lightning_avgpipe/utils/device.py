@@ -25,14 +25,14 @@ _ENVIRONMENT = {
     "cuda": {
         # hardware queues: streams that share one wait for each other
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        # a kernel that is loaded at its first launch may wait for all that runs on the device, and so for a send that
-        # waits for another process, which waits likewise
-        "CUDA_MODULE_LOADING": "EAGER",
         # after an error, or its timeout, NCCL's communicators are aborted, but not the process: its own error names
         # stage, rank and action
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     }
 }
+# The same for several processes: a kernel that is loaded at its first launch may wait for all that runs on the device,
+# and so for a send that waits for another process, which waits likewise.
+_ENVIRONMENT_OF_SEVERAL = {"cuda": {"CUDA_MODULE_LOADING": "EAGER"}}
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # torch's allocator raises a RuntimeError with this name
 
 T = TypeVar("T")
@@ -117,13 +117,20 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def set_environment(device: torch.device, environment: MutableMapping[str, str]) -> list[str]:
+def set_environment(device: torch.device, environment: MutableMapping[str, str], several: bool) -> list[str]:
     """Set variables that a kind of device and its backend read when they start, unless the user has set them.
 
+    Args:
+        device: a device of the kind.
+        environment: the environment of this process, which those that it starts inherit.
+        several: whether several processes train.
     Returns:
         Variables that were set too late, since this process has begun to use a device of this kind.
     """
-    variables = _ENVIRONMENT.get(device.type, {})
+    variables = {
+        **_ENVIRONMENT.get(device.type, {}),
+        **(_ENVIRONMENT_OF_SEVERAL.get(device.type, {}) if several else {}),
+    }
     new = [name for name in variables if name not in environment]
     environment.update({name: variables[name] for name in new})
     begun = new and accelerator_in_use() == device.type

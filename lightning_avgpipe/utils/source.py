@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -66,9 +66,10 @@ def is_copying() -> bool:
     return any(frame.f_code is copy.deepcopy.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
-def is_within(*modules: str) -> bool:
-    """Return whether code of one of these Python modules, by their full names, is running in this thread."""
-    return any(frame.f_globals.get("__name__") in modules for frame, _ in traceback.walk_stack(sys._getframe(1)))
+def is_within(modules: Collection[str], others: Collection[str]) -> bool:
+    """Return whether code of some Python modules runs in this thread, inside of all code of others; by full names."""
+    names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((name in modules for name in names if name in modules or name in others), False)
 
 
 def caught_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import functools
 import os
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -585,11 +586,29 @@ def refused_on_rank_0() -> str:
     return str(refused.value)
 
 
-def refused_writer() -> str:
+class Norms(L.Callback):
+    """Notes the norm of all gradients within a step that runs whole."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.found.append(sum(p.grad.square().sum().item() for p in module.parameters() if p.grad is not None))
+
+
+def norms(devices: int) -> list[float]:
+    keeps = Norms()
+    torch.manual_seed(3)
+    pipeline(2, devices, max_epochs=1, callbacks=[keeps]).fit(HookedByHand(), loader(MLP, 16, 4))
+    return keeps.found
+
+
+def said_of_writer() -> str:
     first = functools.partial(pipeline, 2, 2, {"links": Links(reader="first")})
-    with pytest.raises(AvgPipeError) as refused:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         written(first, Path("written"))
-    return str(refused.value)
+    return " ".join(str(one.message) for one in said)
 
 
 def refused_beside() -> str:
@@ -603,7 +622,7 @@ def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
-    found |= {"on rank 0": refused_on_rank_0(), "writer": refused_writer()}
+    found |= {"on rank 0": refused_on_rank_0(), "writer": said_of_writer(), "norms": norms(2)}
     return {**found, "refused": refused_beside()}
 
 
@@ -634,9 +653,15 @@ def test_a_callback_that_rank_0_alone_has_is_refused_everywhere(in_two: Any) -> 
         assert re.search(r"rank 0 has 1 Keeps\.on_\w+_batch_end, rank 1 none", rank["on rank 0"])
 
 
-def test_predictions_are_not_written_without_the_indices_of_their_samples(in_two: Any) -> None:
+def test_callbacks_see_all_gradients_within_a_step_that_runs_whole(in_two: Any) -> None:
+    expected = norms(1)
+    assert expected
     for rank in in_two:
-        assert "with Writer: predictions are written by rank 0, which would not know the indices" in rank["writer"]
+        assert rank["norms"] == pytest.approx(expected)
+
+
+def test_whoever_writes_predictions_is_told_where_there_are_no_indices_of_samples(in_two: Any) -> None:
+    assert "with Writer: predictions are written by rank 0, which does not know the indices" in in_two[0]["writer"]
 
 
 def test_divided_checkpoints_have_no_average_beside_the_weights(in_two: Any) -> None:

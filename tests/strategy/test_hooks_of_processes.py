@@ -874,6 +874,23 @@ class Watched(Step):
 WATCHED_AT_ENDS = partial(Watched, WatchesEnds)
 
 
+class WatchedAtAFrozenEnd(Watched):
+    """The process whose hooks run trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(WatchesEnds)
+        self.c.requires_grad_(False)
+        self.d.requires_grad_(False)
+
+
+class NormOfAll(Step):
+    """Takes the norms of all weights, and leaves out what has no numbers only then."""
+
+    def on_train_epoch_end(self) -> None:
+        norms = torch._foreach_norm(list(self.parameters()))
+        self.seen = sum(norm.item() for norm in norms if not norm.is_meta)
+
+
 class Counts(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -953,6 +970,8 @@ REFUSED: dict[Make, str] = {
     ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of",
     Sharpness: rf"Sharpness\.optimizer_step at {HERE} in optimizer_step needs the numbers of",
     Watched: rf"Watches\.on_before_optimizer_step at {HERE} in .* needs the numbers of",
+    WatchedAtAFrozenEnd: rf"WatchesEnds\.on_train_batch_end at {HERE} in .* needs the numbers of",
+    NormOfAll: rf"_foreach_norm\(\) at {HERE} in on_train_epoch_end in a hook computes with",
     WATCHED_AT_ENDS: rf"WatchesEnds\.on_train_batch_end at {HERE} in .* needs the numbers of",
     CountsInside: rf"a metric is called at {HERE} in forward inside a submodule that runs on another stage than",
     TooLarge: f"{RANK_0} 'table'",

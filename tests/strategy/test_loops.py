@@ -269,6 +269,20 @@ def looked_at(make: Make) -> dict[str, Any]:
     return fitted(make, ShowsBatches(), loader(MLP, 24, 4), loader(MLP, 8, 4), callbacks=[LooksAtData()])
 
 
+class Mixes(Several):
+    """Mixes each batch of training with the first one of the loader."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not self.trainer.training:
+            return batch
+        other = next(iter(self.trainer.train_dataloader))
+        return tuple(0.5 * (one + two) for one, two in zip(batch, other, strict=True))
+
+
+def mixed(make: Make) -> dict[str, Any]:
+    return fitted(make, Mixes(), loader(MLP, 24, 4))
+
+
 def kept_and_looked_at(make: Make) -> dict[str, Any]:
     kept = combined("max_size_cycle")
     return fitted(make, ShowsBatches(kept), loader(MLP, 24, 4), kept)
@@ -383,6 +397,7 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     "refilled memory": lambda make: fitted(make, Several(), Refilled()),
     "hooks that read": looked_at,
     "a hook that reads a kept loader": kept_and_looked_at,
+    "a transfer hook that reads": mixed,
     "loader with code of its own": read_by_own_code,
     "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),

@@ -86,12 +86,15 @@ def test_transfers_between_cuda_devices_occupy_few_multiprocessors(monkeypatch: 
 def test_what_cuda_and_nccl_read_at_their_start_is_set_unless_the_user_has() -> None:
     ours, theirs = {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY"}
     for environment in (ours, theirs):
-        set_environment(CUDA, environment)
-        set_environment(HOST, environment)
+        set_environment(CUDA, environment, several=True)
+        set_environment(HOST, environment, several=True)
     # 2: communicators are aborted after an error, and the process is not
     nccl = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
     assert ours == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", **nccl}
     assert theirs == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY", **nccl}
+    alone: dict[str, str] = {}
+    set_environment(CUDA, alone, several=False)
+    assert alone == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", **nccl}
 
 
 def test_what_raises_without_memory_is_known() -> None:
