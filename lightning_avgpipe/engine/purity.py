@@ -62,37 +62,15 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
     "removeprefix", "removesuffix", "is_integer", "bit_length",
     "sqrt", "log", "exp", "floor", "ceil", "prod", "isclose", "tanh", "sin", "cos",
 ))
-# fmt: on
 # Methods that change their object: those of modules, which lie in neutral files; and others, in a branch that was not
 # taken. Where the latter are called, they are seen.
-_CHANGING = frozenset(
-    (
-        "train",
-        "eval",
-        "requires_grad_",
-        "load_state_dict",
-        "add_module",
-        "append",
-        "extend",
-        "setdefault",
-        "setattr",
-        "pop",
-        "popitem",
-        "popleft",
-        "appendleft",
-        "extendleft",
-        "insert",
-        "remove",
-        "discard",
-        "clear",
-        "write",
-        "writelines",
-        "writerow",
-        "writerows",
-        "put",
-        *(name for name in dir(nn.Module) if name.startswith("register_")),
-    )
-)  # fmt: skip
+_CHANGING = frozenset((
+    "train", "eval", "requires_grad_", "load_state_dict", "add_module", "append", "extend", "setdefault", "setattr",
+    "pop", "popitem", "popleft", "appendleft", "extendleft", "insert", "remove", "discard", "clear",
+    "write", "writelines", "writerow", "writerows", "put",
+    *(name for name in dir(nn.Module) if name.startswith("register_")),
+))
+# fmt: on
 _CHANGING_DICTS = ("update", "add", "subtract")  # metrics and torch have functions of these names, too
 # Methods that nothing in a step calls by an operator or a statement, or that make the object.
 _NOT_OF_STEPS = frozenset((

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -210,9 +211,9 @@ class _Mirror:
     def __iter__(self) -> Iterator[Any]:
         return self._streamed() if is_within(_READING, _CALLING) else iter(vars(self)["_dataloader"])
 
+    @abstractmethod
     def _streamed(self) -> Iterator[Any]:
         """Return an iterator over the batches of a new stream."""
-        raise NotImplementedError
 
     def _begun(self) -> tuple[Distributor, int]:
         """Begin a stream of batches instead of the last one."""
