@@ -1,1 +1,1 @@
-"""The effects of user code: one walk over what it can see and change, one snapshot that compares and restores it."""
+"""Find the state that user code can see and change, and take snapshots that compare and restore it."""

@@ -6,11 +6,11 @@ kind                   state                           restored by
 container, object      items and attributes            replacing items and attributes in place
 variable, buffers      its value, or values            assignment in the namespace, class, cell or module
 module, class          attributes, no registries       assignment
-tuple, partial         what it refers to               nothing: these references never change
-function               its closure and attributes      attributes, likewise
-array, generator       a copy of its contents          copying the contents back; arrays count only as contents
-bytes, C data          a copy of its contents          likewise, like arrays
-iterator               how far it has come             nothing: an iterator cannot be put back
+tuple, partial         the objects that it refers to   nothing: these references never change
+function               its closure and attributes      replacing its attributes in place
+array, generator       a copy of its contents          copying the contents back; an array has no other state
+bytearray, C data      a copy of its contents          copying the contents back
+iterator               its position                    nothing: an iterator cannot be put back
 =====================  ==============================  ========================================================
 """
 
@@ -44,19 +44,19 @@ from lightning_avgpipe.utils.tree import dict_type
 from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 ITEMS = (list, dict, set, deque)
-_COPIES: dict[Any, Any] = {list: list, set: set, deque: list, tuple: tuple, frozenset: tuple}  # what items are kept in
+_COPIES: dict[Any, Any] = {list: list, set: set, deque: list, tuple: tuple, frozenset: tuple}  # how items are copied
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
+BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all ctypes data
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 # The registries of hooks that a module's forward and backward call.
 CALLED_HOOKS = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
 
-# The common generators of Python and NumPy, by id.
+# Ids of the global generators of Python and NumPy.
 _COMMON = frozenset(map(id, (random._inst, np.random.mtrand._rand, np.random.mtrand._rand._bit_generator)))  # type: ignore[attr-defined]
 _TUPLES = (tuple, torch.Size)
-_LARGEST = 2**26  # bytes of an array that steps may change
-_CONTENTS: dict[str, Any] = {}  # in the place of attributes: the items are a copy of the object's contents
+_LARGEST = 2**26  # bytes; a larger array is taken for data that no step changes
+_CONTENTS: dict[str, Any] = {}  # as attributes, marks a state whose items are a copy of the contents
 
 
 class Variable:
@@ -139,7 +139,7 @@ class ObjectState(NamedTuple):
         return (not self.attributes and not other.attributes) or same_items(self.attributes, other.attributes)
 
     def is_of(self, obj: Any) -> bool:
-        """Return whether this is the current state of an object; an array is not copied to find out."""
+        """Return whether this is the current state of an object; arrays are compared without a copy."""
         if not self.is_contents:
             return state_of(obj).is_same(self)
         if isinstance(obj, np.ndarray):
@@ -149,11 +149,11 @@ class ObjectState(NamedTuple):
         return bool(_opaque_kind(type(obj)).copy(obj) == self.items)
 
     def now(self, obj: Any) -> ObjectState:
-        """Return the current state of the object that was in this state."""
+        """Return the current state of an object whose earlier state this is."""
         return ObjectState.of_contents(obj) if self.is_contents else state_of(obj)
 
     def changed_names(self, other: ObjectState) -> frozenset[Any] | None:
-        """Return the attributes and dict items that differ from another state; None if these are not known."""
+        """Return the names of attributes and the dict keys that differ from another state; None if they are unknown."""
         if self.is_contents:
             return None
         names = _differing(self.attributes, other.attributes)
@@ -191,7 +191,7 @@ class _Kind(NamedTuple):
 
 
 def _put_nothing(obj: Any, state: Any) -> None:
-    """Put nothing: what the object refers to cannot change, or cannot be put back."""
+    """Do nothing: what the object refers to cannot change, or cannot be restored."""
 
 
 def _put_contents(obj: Any, state: ObjectState) -> None:
@@ -213,7 +213,7 @@ def _read_context_variable(obj: contextvars.ContextVar[Any]) -> ObjectState:
 
 
 def _put_context_variable(obj: contextvars.ContextVar[Any], state: ObjectState) -> None:
-    if state.attributes:  # a variable that was not set cannot be put back
+    if state.attributes:  # a context variable cannot be unset
         obj.set(state.attributes["value"])
 
 
@@ -223,12 +223,12 @@ def _read_function(obj: types.FunctionType) -> ObjectState:
 
 
 def _put_function(obj: types.FunctionType, state: ObjectState) -> None:
-    # other names are Python's, or torch's, which keeps in them what it makes at the first call
+    # names with underscores are Python's, or torch's, which caches things in them at the first call
     _put_attributes(obj, state, {name for name in vars(obj) if name.startswith("__")})
 
 
 def _put_attributes(obj: Any, state: ObjectState, others: Set[str]) -> None:
-    """Put the attributes of a state, besides others that count as no state."""
+    """Set the attributes of an object to those of a state, except ``others``, which are no part of the state."""
     for name in vars(obj).keys() - state.attributes.keys() - others:
         del vars(obj)[name]
     vars(obj).update(state.attributes)
@@ -267,13 +267,13 @@ _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     )),
     (GENERATORS, _Kind(ObjectState.of_contents, _put_contents)),
 )  # fmt: skip
-# Types whose references to other objects never change, but for the attributes of functions.
+# Types whose references to other objects never change; functions may still get other attributes.
 FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
 
 
 @weakly_cached
 def _kind(cls: Any) -> _Kind:
-    """Return the kind of a type; cached, since each micro-batch uses it."""
+    """Return the kind of a type; cached, since every micro-batch needs it."""
     if cls in _EXACT:
         return _EXACT[cls]
     return next((kind for base, kind in _BY_BASE if issubclass(cls, base)), None) or _kind_of_objects(cls)
@@ -286,7 +286,7 @@ def _kind_of_objects(cls: type) -> _Kind:
     def read(obj: Any) -> ObjectState:
         held = {}
         for name in slots:
-            with contextlib.suppress(AttributeError):  # not set; the class may watch reads
+            with contextlib.suppress(AttributeError):  # not set; a __getattribute__ of the class must not see this read
                 held[name] = object.__getattribute__(obj, name)
         own = getattr(obj, "__dict__", None)
         return ObjectState(items(obj), held | own if type(own) is dict and own is not obj else held)
@@ -303,7 +303,7 @@ def _kind_of_objects(cls: type) -> _Kind:
             elif hasattr(obj, name):
                 object.__delattr__(obj, name)
 
-    # a list, a dict, ...; objects of threads have attributes, for each thread others
+    # a list, a dict, ...; a threading.local has attributes although its type does not show it
     if not slots and cls.__dictoffset__ == 0 and not issubclass(cls, threading.local):
         return _Kind(lambda obj: ObjectState(items(obj), {}), put)
     return _Kind(read, put)
@@ -316,13 +316,13 @@ def _items_reader(cls: type) -> Callable[[Any], Any]:
         return lambda obj: dict(read(obj))
     for kind, copy in _COPIES.items():
         if issubclass(cls, kind):
-            return lambda obj: copy(kind.__iter__(obj))  # a class may have methods of its own that raise
+            return lambda obj: copy(kind.__iter__(obj))  # the class may override __iter__ with a method that raises
     return lambda obj: None
 
 
 def num_items(obj: Any) -> int | None:
-    """Return the number of items of a container, also if its class has another idea of it; None for other objects."""
-    kind = next((kind for kind in (dict, *_COPIES) if issubclass(type(obj), kind)), None)  # a proxy is none
+    """Return the number of items of a container, ignoring a ``__len__`` of its class; None for other objects."""
+    kind = next((kind for kind in (dict, *_COPIES) if issubclass(type(obj), kind)), None)  # isinstance trusts proxies
     return None if kind is None else kind.__len__(obj)
 
 
@@ -344,10 +344,10 @@ def _put_items(obj: Any, items: Any) -> None:
 
 
 def _slots(cls: type) -> frozenset[str]:
-    # Members of a type written in C may be read-only, and give a new object at each access (numpy's dtype).
+    # Only classes with __slots__: members of C types may be read-only, or give a new object each time (numpy's dtype).
     bases = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
     members = {n for base in bases for n, m in base.items() if isinstance(m, types.MemberDescriptorType)}
-    # a subclass may have replaced a member, for instance by a property
+    # a subclass may have replaced a slot, for instance by a property
     members = {n for n in members if isinstance(inspect.getattr_static(cls, n), types.MemberDescriptorType)}
     return frozenset(members) if cls.__module__.partition(".")[0] not in sys.stdlib_module_names else frozenset()
 
@@ -360,7 +360,7 @@ def same_items(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, set):
         return {id(item) for item in one} == {id(item) for item in other}
-    # ``is`` for each pair, without a loop in Python
+    # map compares each pair by ``is`` without a loop in Python
     if isinstance(one, dict):
         return all(map(operator.is_, one, other)) and all(map(operator.is_, one.values(), other.values()))
     return all(map(operator.is_, one, other))
@@ -393,12 +393,12 @@ def _with_mapped(fn: Callable[[Tensor], Tensor], item: Any) -> Any:
 
 
 def is_constant(obj: Any) -> bool:
-    """Return whether an object can never change: a number, a text or the like, or a tuple of these."""
+    """Return whether an object can never change: a number, a string, bytes, None, or a tuple of these."""
     return type(obj) in ATOMS or (type(obj) in _TUPLES and ATOMS.issuperset(map(type, obj)))
 
 
 def is_restorable(obj: Any) -> bool:
-    """Return whether an object is a random generator or a writable array that is not large or mapped from a file."""
+    """Return whether an object is a random generator, or a writable array that is neither large nor memory-mapped."""
     if isinstance(obj, np.ndarray):
         return obj.flags.writeable and not isinstance(obj, np.memmap) and obj.nbytes <= _LARGEST
     if isinstance(obj, BYTES):
@@ -407,10 +407,10 @@ def is_restorable(obj: Any) -> bool:
 
 
 def is_generator(obj: Any) -> bool:
-    """Return whether an object is a generator of random numbers of torch, NumPy or Python, but not a common one.
+    """Return whether an object is a random generator of torch, NumPy or Python, other than their global generators.
 
-    The common ones, such as those of ``np.random.rand`` and ``random.random``, give all stages the same numbers.
-    Distributions of SciPy, for example, hold NumPy's.
+    The global ones, such as those of ``np.random.rand`` and ``random.random``, give all stages the same numbers. User
+    objects may hold them; a distribution of SciPy holds NumPy's, for example.
     """
     return isinstance(obj, GENERATORS) and id(obj) not in _COMMON and not any(obj is one for one in all_generators())
 
@@ -418,7 +418,7 @@ def is_generator(obj: Any) -> bool:
 def is_iterator(obj: Any) -> bool:
     """Return whether an object is an iterator whose position cannot be restored.
 
-    An iterator that is written as a class in Python has attributes, which can be restored.
+    An iterator whose class is written in Python is not: its position is in its attributes, which can be restored.
     """
     cls = type(obj)
     if not hasattr(cls, "__next__"):
@@ -432,7 +432,7 @@ def _words(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         flat = values.reshape(-1).view(np.uint8)
     else:
         flat = np.frombuffer(values.tobytes(), np.uint8)
-    return flat if flat.size % 8 else flat.view(np.uint64)  # eight bytes are compared as fast as one
+    return flat if flat.size % 8 else flat.view(np.uint64)  # comparing eight bytes takes no longer than one
 
 
 def _progress(obj: Any, depth: int = 9) -> Any:
@@ -448,7 +448,7 @@ def _progress(obj: Any, depth: int = 9) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             parts = obj.__reduce__()
-    except TypeError:  # the iterator does not tell its position
+    except TypeError:  # the iterator does not show its position
         return None
     return _comparable(parts, depth)
 
@@ -457,7 +457,7 @@ def _comparable(part: Any, depth: int) -> Any:
     """Return a part of an iterator's position as an object that can be compared."""
     if isinstance(part, (type(None), bool, int, float, str, bytes, range)):
         return part
-    if depth and type(part) in (tuple, list):  # these may be new objects at each call, so ids cannot be compared
+    if depth and type(part) in (tuple, list):  # they may be new at each call, so their ids differ
         return [_comparable(inner, depth - 1) for inner in part]
     return _progress(part, depth - 1) if depth and is_iterator(part) else id(part)
 

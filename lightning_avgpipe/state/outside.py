@@ -1,4 +1,4 @@
-"""Find variables outside of modules that user code may change: of Python modules, closures, classes and functions."""
+"""Find the variables outside of modules that user code may change: globals, closures, class attributes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_avgpipe.utils.source import PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 KINDS = ("global ", "class ", "enclosed ", "function ")  # prefixes of full names
-_MOST = 1000  # items of a container that are searched for functions
+_MOST = 1000  # containers with more items are not searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
 def outside(module: nn.Module) -> dict[str, Variable]:
-    """Return the variables that a module's code names, and those named by functions and classes that it uses.
+    """Return the variables that a module's code refers to, directly or through the functions and classes that it uses.
 
-    The code is that of the module's classes, and of functions and objects in its attributes. Code of installed packages
-    is not searched.
+    The searched code is that of the classes of the module and its submodules, and of the functions and objects in their
+    attributes. Code of installed packages is not searched.
 
     Returns:
-        By full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``; the same objects each time.
+        The variables by full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``. They are cached.
     """
     return _reached(*_code_of(module)).variables
 
@@ -47,16 +47,20 @@ def users_classes(module: nn.Module) -> tuple[type, ...]:
 
 
 def variable(module: nn.Module, path: str, name: str) -> Variable:
-    """Return an attribute of a submodule as a variable; or the variable of this full name outside of modules.
+    """Return one variable: an attribute of a submodule, or a variable outside of modules.
 
+    Args:
+        module: the whole module.
+        path: path of the submodule; "" for a variable outside of modules.
+        name: name of the attribute, or full name of the variable as in :func:`outside`.
     Raises:
-        KeyError: the module's code names no such variable.
+        KeyError: the module's code refers to no such variable.
     """
     return variables(module, [(path, name)])[path, name]
 
 
 def variables(module: nn.Module, keys: Collection[tuple[str, str]]) -> dict[tuple[str, str], Variable]:
-    """Return what :func:`variable` returns for some paths and names; the code is searched once."""
+    """Return the result of :func:`variable` for each ``(path, name)``; the code is searched only once."""
     named = outside(module) if any(name.startswith(KINDS) for _, name in keys) else {}
     return {
         (path, name): named[name] if name.startswith(KINDS) else Variable(vars(module.get_submodule(path)), name)
@@ -70,7 +74,10 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
 
 
 def assigned_names(classes: Iterable[type]) -> frozenset[str]:
-    """Return the names of attributes and global variables that methods of modules assign, but those that make one."""
+    """Return the names of attributes and global variables to which methods of module classes assign.
+
+    ``__init__`` and other methods that set up a module or a class are not searched.
+    """
     bases = dict.fromkeys(base for kind in classes for base in kind.__mro__)
     own = (base for base in bases if base is not nn.Module and issubclass(base, nn.Module))
     found = (
@@ -108,9 +115,10 @@ def loads_of(module: nn.Module, names: Collection[str]) -> dict[types.CodeType, 
 
     Args:
         module: the module.
-        names: full names of the variables. Their last parts count, so that attributes of such a name are loads too.
+        names: full names of the variables. Only their last parts are compared, so loads of other attributes with the
+            same last part are found as well.
     Returns:
-        Code -> offset of the instruction -> names of the variables.
+        Code object -> offset of the instruction -> full names of the variables that it may load.
     """
     loads = _reached(*_code_of(module)).loads
     found: dict[types.CodeType, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -122,9 +130,10 @@ def loads_of(module: nn.Module, names: Collection[str]) -> dict[types.CodeType, 
 
 
 class _Function:
-    """A function in an attribute, without its closure, which is reached through the attribute as well.
+    """The code and global variables of a function in an attribute, used as a key of the cache.
 
-    Functions are cached, and a closure may hold a whole model.
+    The function itself is not kept, since its closure may hold a whole model. Objects in the closure are found through
+    the attribute.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -138,7 +147,7 @@ class _Function:
 
 
 def _code_of(module: nn.Module) -> tuple[tuple[type, ...], tuple[_Function, ...]]:
-    """Return the user's classes, and the user's functions in attributes."""
+    """Return the user's classes, as :func:`users_classes` does, and the user's functions in attributes."""
     modules = list(module.modules())
     held = [h for m in modules for name, h in vars(m).items() if name not in REGISTRIES]
     reached = led_to(held, _MOST)
@@ -158,16 +167,16 @@ def _reached(classes: tuple[type, ...], functions: tuple[_Function, ...]) -> _Re
 
 
 class _Reached:
-    """The variables that a body of code names, and the instructions that load them."""
+    """The variables that the searched code refers to, and the instructions that load them."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
-        self._beginnings: Counter[str] = Counter()  # number of names that begin with these parts
-        self.loads: dict[str, set[tuple[types.CodeType, int]]] = defaultdict(set)  # by the name alone: code, offset
-        self._seen: set[Any] = set()  # by id
+        self._beginnings: Counter[str] = Counter()  # leading parts of a name -> number of names
+        self.loads: dict[str, set[tuple[types.CodeType, int]]] = defaultdict(set)  # last part of a name -> code, offset
+        self._seen: set[Any] = set()  # ids of what was searched
 
     def enter(self, thing: Any) -> None:
-        """Search a function or a class, and the function that it, or another object, wraps."""
+        """Search a function or a class. Whatever the object is, also search what its ``__wrapped__`` holds."""
         thing = _bare(thing)
         if id(thing) in self._seen:
             return
@@ -216,7 +225,7 @@ class _Reached:
             self._numbered(f"function {_full_name(function)}.{name}", Variable(vars(function), name))
 
     def _numbered(self, name: str, variable: Variable) -> None:
-        """Note a variable whose name those of other functions may have, such as of a decorator's inner function."""
+        """Add a variable, with a number if its name is taken: inner functions of a decorator have one full name."""
         same = self._beginnings[name]
         self._add(f"{name}.{same}" if same else name, variable)
 
@@ -236,7 +245,7 @@ class _Reached:
             self._read(part, namespace)
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        before: Any = None  # the Python module that was loaded last, whose attribute may follow
+        before: Any = None  # what the last instruction loaded, whose attribute the next may access
         for operation, name, offset, follows in naming(code):
             module, before = before if follows else None, None
             if operation.startswith("LOAD_"):
@@ -252,7 +261,7 @@ class _Reached:
                     self._of_function(module, name)  # it may not exist yet
 
     def _loaded(self, namespace: dict[str, Any], name: str) -> Any:
-        """Note that code loads a name; search what it refers to, and return that."""
+        """Note that code loads a name, search the object that the name refers to, and return the object."""
         held = namespace.get(name)
         if isinstance(held, _CODE) or callable(inspect.getattr_static(held, "__wrapped__", None)):
             self.enter(held)
@@ -273,9 +282,9 @@ _OF_ENCLOSED = ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_
 
 @functools.cache
 def naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
-    """Return the instructions that name something: operation, name, offset, and whether another one is just before.
+    """Return the instructions that refer to a name: operation, name, offset, and whether one is directly before it.
 
-    Disassembling takes most of the time of a search, and each step searches the same code.
+    The result is cached: disassembling takes most of the time of a search, and each step searches the same code.
     """
     found, last = [], -2
     for i, instruction in enumerate(dis.get_instructions(code)):
@@ -286,7 +295,7 @@ def naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
 
 
 def _bare(thing: Any) -> Any:
-    """Return the function of a method."""
+    """Return the function of a method, and anything else unchanged."""
     return thing.__func__ if isinstance(thing, (staticmethod, classmethod, types.MethodType)) else thing
 
 
@@ -303,8 +312,8 @@ def _full_name(thing: type | types.FunctionType) -> str:
 
 
 def _is_users(thing: Any) -> bool:
-    """Return whether code is the user's, not of an installed package."""
-    if isinstance(thing, types.FunctionType):  # one that wraps another has the other's __module__
+    """Return whether a function, class or Python module is the user's, not of an installed package."""
+    if isinstance(thing, types.FunctionType):  # functools.wraps copies __module__
         name = thing.__globals__.get("__name__")
     else:
         name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)

@@ -1,4 +1,6 @@
-"""Pack into parcels what units give: results that are no trees of tensors, and changes of objects in their arguments.
+"""Pack what a unit returns, and how it changes objects in its arguments, into parcels for other stages.
+
+Parcels are used where the result is not a plain tree of tensors, or objects have changed.
 
 ::
 
@@ -6,8 +8,8 @@
     stage 1    layers.0(x, cache)     skipped: the same changes are applied to the cache that this stage made,
                                                with received or absent tensors
 
-In the bytes a tensor is represented by its number, an object that was reached from the arguments by its index among
-them, and a module by its path.
+In the bytes, a tensor is represented by its number, an object that is reachable from the arguments by its index, and a
+module by its path.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Change:
     """The change of an object by a call.
 
     Attributes:
-        index: index of the object among all owners.
+        index: index of the object in :attr:`Snapshot.owners`.
         type: name of its type.
         items: items of the object after the call; None if they are unchanged.
         attributes: new or changed attributes.
@@ -58,7 +60,7 @@ class Change:
 
 
 class Packer:
-    """A packer that makes parcels and opens them.
+    """A packer that makes parcels and applies them.
 
     Args:
         root: module whose submodules all processes have.
@@ -70,7 +72,7 @@ class Packer:
 
     @staticmethod
     def is_needed(result: Any, objects: Snapshot) -> bool:
-        """Return whether a call changed objects, or its result hides tensors or objects that may change."""
+        """Return whether a call needs a parcel: it changed objects, or its result has objects with tensors or state."""
         opaque = [x for x in tree.flatten(result)[0] if not isinstance(x, Tensor) and is_open(type(x))]
         if opaque:
             inside = Snapshot(opaque)
@@ -83,23 +85,23 @@ class Packer:
 
         Args:
             result: result of the call.
-            objects: snapshot, before the call, of the objects that were reached from the arguments.
+            objects: snapshot from before the call of the objects that are reachable from the arguments.
         Raises:
-            Exception: the error of pickle for an object that cannot be pickled.
+            Exception: an object cannot be pickled; the error is pickle's.
         """
         changes = [_change(objects, *modified) for modified in objects.modified()]
         content, found = self.pickled((result, changes), objects)
         return Parcel(content, tuple(map(TensorMeta.of, found))), found
 
     def pickled(self, item: Any, objects: Snapshot | None = None) -> tuple[bytes, list[Tensor]]:
-        """Pickle an item without the tensors, submodules and given objects in it; return also the tensors."""
+        """Pickle an item with references to its tensors, submodules and these objects; return the bytes and tensors."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._paths, {} if objects is None else objects.indices)
         pickler.dump(item)
         return buffer.getvalue(), pickler.tensors
 
     def unpickled(self, content: bytes, tensors: Sequence[Tensor], objects: Sequence[Any] = ()) -> Any:
-        """Return a new item like a pickled one, with these tensors and objects."""
+        """Unpickle an item, with these tensors and objects in the places of the references."""
         return _Unpickler(io.BytesIO(content), tensors, objects, self._modules).load()
 
     def unpack(self, parcel: Parcel, tensors: Sequence[Tensor], objects: Snapshot) -> Any:
@@ -108,9 +110,9 @@ class Packer:
         Args:
             parcel: parcel of the call.
             tensors: tensors in the order of the parcel's descriptions.
-            objects: objects that were reached from the arguments in this process.
+            objects: snapshot of the objects that are reachable from the arguments in this process.
         Raises:
-            LookupError: an object is not of the type of the one that was changed.
+            LookupError: an object has another type here than the one that was changed.
         """
         result, changes = self.unpickled(parcel.content, tensors, objects.owners)
         for change in changes:

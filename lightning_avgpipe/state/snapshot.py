@@ -1,10 +1,10 @@
-"""Walk over the objects that are reached from some roots, take a snapshot of each, compare it and restore it.
+"""Walk over all objects that are reachable from some roots, take a snapshot of each, compare it and restore it.
 
 ::
 
-    roots       attributes of modules, variables that code names, arguments of a call
-    walk        root -> items, attributes, closures -> their items, ... ; modules only where they are asked for
-    snapshot    (object, its state) of each, copies of tensors' contents where they are asked for
+    roots       attributes of modules, variables that code refers to, arguments of a call
+    walk        root -> items, attributes, closures -> their items, ... ; into modules only on request
+    snapshot    (object, its state) of each, and on request copies of tensors' contents
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from lightning_avgpipe.utils.weak_cache import weakly_cached
 Opaque = bool | Literal["generators", "iterators"]
 K = TypeVar("K", bound=Hashable)
 
-# Packages whose objects are not entered: they hold no values of a step, and lead to everything else. Of the standard
-# library and of Lightning, only the containers in _OPEN are entered.
+# Packages whose objects are not entered: they hold no values of a step, but lead to almost everything else. Of the
+# standard library and of Lightning, only the types in _OPEN are entered.
 _CLOSED = (
     *LIGHTNING, "lightning_avgpipe", "torchmetrics", "torch.optim",
     "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
@@ -58,23 +58,24 @@ _CHOICES = {"generators": objects.is_generator, "iterators": objects.is_iterator
 
 
 class Snapshot:
-    """The objects that are reached from some roots, with the state of each.
+    """The objects that are reachable from some roots, with the state of each.
 
-    Neither modules nor objects of a Trainer are entered.
+    To enter an object means to go on to the objects that it refers to. Modules and objects of Lightning and similar
+    libraries, such as a Trainer, are not entered.
 
     Args:
         roots: objects to begin with.
-        entered: modules, classes and other objects that are entered nevertheless.
+        entered: further roots, which are entered whatever they are (modules, classes).
         contents: whether the values of tensors are kept as well, except those of parameters.
         opaque: whether the contents of arrays and random generators are kept as well; ``"generators"``: only those of
-            random generators; ``"iterators"``: only the progress of iterators.
-        generators: random generators that are owners, by their numbers among all random generators that are reached.
-        like: earlier snapshot, whose copies of arrays and generators are reused where these have not changed.
+            random generators; ``"iterators"``: only the positions of iterators.
+        generators: random generators to treat as owners, by their indices among all random generators that are reached.
+        like: earlier snapshot. Its copies of arrays and generators are reused where these have not changed.
 
     Attributes:
         tensors: tensors that are reached, each once, in the order in which they are reached.
         opaque: arrays, generators or iterators whose contents are kept, in the order in which they are reached.
-        owners: other mutable objects that are reached, in an order that is the same for equal structures.
+        owners: other mutable objects that are reached. Structures that are equal have their owners in the same order.
         indices: id of an owner -> its position in ``owners``.
     """
 
@@ -120,7 +121,7 @@ class Snapshot:
                 if not ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
                     waiting.extend(children[::-1])
         self._versions = [(tensor, version_of(tensor)) for tensor in self.tensors]
-        # a placeholder, which a step has left somewhere, has no numbers
+        # a step may have left a placeholder somewhere, which has no contents
         numbers = [t for t in self.tensors if contents and not isinstance(t, (nn.Parameter, Absent))]
         self._contents = [(t, t.detach().clone()) for t in numbers]
 
@@ -131,7 +132,7 @@ class Snapshot:
     # -- compare ------------------------------------------------------------------------------------------------------
 
     def modified(self) -> Iterator[tuple[Any, ObjectState, ObjectState]]:
-        """Yield each object whose state differs from its snapshot, with the snapshot and the current state."""
+        """Yield ``(object, state in the snapshot, current state)`` for each object whose state has changed."""
         for obj, before in self._states:
             if not before.is_of(obj):
                 yield obj, before, before.now(obj)
@@ -145,11 +146,11 @@ class Snapshot:
         return [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
     def differences(self) -> list[tuple[Any, frozenset[Any] | None]]:
-        """Return the changed objects and their changed attributes and dict items; None where these are not known."""
+        """Return the changed objects with the names of changed attributes and dict items; None if these are unknown."""
         return [(obj, now.changed_names(before)) for obj, before, now in self.modified()]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Return pairs of each object and the items in its snapshot; None for objects without items."""
+        """Return pairs of an object and its items in the snapshot, which are None for an object without items."""
         return ((obj, state.items) for obj, state in self._states)
 
     def reached(self) -> set[int]:
@@ -170,7 +171,7 @@ class Snapshot:
         """Restore every object to its snapshot.
 
         Args:
-            now: snapshot of the current state, made with ``like`` this one, which saves comparisons.
+            now: snapshot of the current state that was made with this one as ``like``; it saves comparing arrays again.
         """
         known = {} if now is None else now._copies()
         for obj, before in self._states:
@@ -179,22 +180,22 @@ class Snapshot:
         for tensor, copy in self._contents:
             _put_contents(tensor, copy)
 
-    # -- change what the snapshot holds -------------------------------------------------------------------------------
+    # -- change the snapshot itself -----------------------------------------------------------------------------------
 
     def follow(self, changed: Iterable[Any]) -> None:
-        """Replace the snapshots of some objects by their current states."""
+        """Update the snapshot to the current states of some objects."""
         ids = set(map(id, changed))
         self._states = [(obj, state.now(obj) if id(obj) in ids else state) for obj, state in self._states]
 
     def adopt(self, others: Snapshot, known: Snapshot) -> None:
-        """Add the objects of ``others`` that are neither here nor in ``known``, because they were made since."""
+        """Add the objects of ``others`` that are neither here nor in ``known``: they were made since."""
         here = {id(obj) for one in (self, known) for obj, _ in one._states}
         self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
 
     def keep_changed(self) -> None:
-        """Forget objects that have not changed, and of modules all but the attributes that hold another object now.
+        """Drop everything that has not changed; of a module, keep only the attributes that hold another object now.
 
-        Tensors with a gradient history are forgotten as well, since they would keep the graph.
+        Tensors with a ``grad_fn`` are dropped as well, since they would keep the graph alive.
         """
         kept: list[tuple[Any, ObjectState]] = []
         for obj, before, now in self.modified():
@@ -207,7 +208,7 @@ class Snapshot:
         self._states, self._versions, self._contents, self.tensors = kept, [], [], []
 
     def among(self, chosen: Collection[int]) -> Snapshot:
-        """Return the objects with these ids and their snapshots, without tensors."""
+        """Return a snapshot of only the objects with these ids, without tensors."""
         found = Snapshot(())
         found._states = [(obj, state) for obj, state in self._states if id(obj) in chosen]
         return found
@@ -220,16 +221,17 @@ class Snapshot:
 
 
 def leading(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = True) -> tuple[K, ...]:
-    """Return the keys of the values that lead to an object or tensor with one of these ids."""
+    """Return the keys of the values from which an object or tensor with one of these ids is reachable."""
     if not chosen:
         return ()
     return tuple(k for k, value in held.items() if not Snapshot([value], opaque=opaque).reached().isdisjoint(chosen))
 
 
 def assign(obj: Any, other: Any) -> bool:
-    """Set an object to the state of another one of its type; return whether this is possible.
+    """Set an object to the state of another one; return whether this was possible.
 
-    It is not for objects whose state is not known, or cannot be changed, such as numbers of NumPy and named tuples.
+    It is not possible if the types differ, or if the state is unknown or immutable, as of NumPy scalars and named
+    tuples.
     """
     if type(obj) is not type(other) or type(obj) in FIXED or not is_open(type(obj)):
         return False
@@ -242,11 +244,11 @@ def assign(obj: Any, other: Any) -> bool:
 
 
 def led_to(roots: Iterable[Any], most: int) -> list[Any]:
-    """Return all objects that are reached, such as functions and objects with attributes.
+    """Return all objects that are reachable from some roots, except tensors, modules, numbers and the like.
 
     Args:
         roots: objects to begin with.
-        most: largest number of items of a container that is entered; a longer one is considered data.
+        most: largest number of items of a container that is entered; a larger one is assumed to hold data.
     """
     seen: dict[int, Any] = {}
     waiting = list(roots)
@@ -281,7 +283,7 @@ def _put_contents(tensor: Tensor, copy: Tensor) -> None:
     if tensor.is_meta:
         return
     with torch.no_grad():
-        if is_strided(tensor) and tensor.shape != copy.shape:  # as observers of quantisation do
+        if is_strided(tensor) and tensor.shape != copy.shape:  # observers of quantisation resize their buffers
             tensor.resize_(copy.shape)
         if not same_contents(tensor, copy.to(tensor.device)):  # the tensor may have moved since
             tensor.detach().copy_(copy)

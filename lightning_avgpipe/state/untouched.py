@@ -1,4 +1,4 @@
-"""Run a step without a trace: random state, parameters, buffers, attributes and variables are restored after it."""
+"""Run a step without lasting effects: random state, parameters, buffers, attributes and variables are restored."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def random_state() -> Iterator[None]:
 
 
 class Untouched:
-    """All that a step of a module may change, as it is now, to be restored after each of several runs.
+    """A record of everything that a step of a module may change, which can be restored after each of several runs.
 
-    These are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks,
-    submodules, which a step may replace, and random state, in place where they are tensors or containers. So are
-    attributes of the user's classes, and global and closure variables that their code names. Parameters get back their
-    memory, and those in ``changing`` their contents.
+    It has the buffers, the attributes of all submodules (counters, cached masks, lists of outputs, metric states), the
+    hooks, the submodules themselves, which a step may replace, and random state. It also has attributes of the user's
+    classes, and global and closure variables that their code refers to. Tensors and containers are restored in place.
+    Parameters get back their memory, and those in ``changing`` also their contents.
 
     Args:
         module: module whose step runs.
@@ -55,7 +55,7 @@ class Untouched:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore all of it after this context."""
+        """Restore everything in the record after this context."""
         with random_state(), self._attributes.restored(), self._variables.restored():
             try:
                 yield
@@ -65,7 +65,7 @@ class Untouched:
 
 
 def untouched(module: nn.Module) -> AbstractContextManager[None]:
-    """Restore all that a step of a module changes after this context; see :class:`Untouched`."""
+    """Restore everything that a step of a module changes after this context; see :class:`Untouched`."""
     return Untouched(module).restored()
 
 
@@ -73,7 +73,8 @@ def attributes(owners: Sequence[Any], contents: bool = False) -> Snapshot:
     """Return a snapshot of the attributes of objects, classes and modules, and of modules' registered buffers.
 
     Args:
-        contents: whether the values of tensors are kept, which :meth:`Snapshot.restore` then restores in place.
+        owners: objects, classes and modules.
+        contents: whether the values of tensors are kept, so that :meth:`Snapshot.restore` restores them in place.
     """
     buffers = [Buffers(owner) for owner in owners if isinstance(owner, nn.Module)]
     return Snapshot(buffers, owners, contents=contents, opaque=True)

@@ -1,8 +1,8 @@
-"""Note which parameters and buffers the operations of user code write into, and keep what they held before.
+"""Record which parameters and buffers user code writes into, and keep their earlier contents.
 
-The schema of an operation says what it writes to. So a write is seen before it happens, also through views, ``.data``
-and lists of tensors. Writes that the schema does not mention (the statistics of a batch normalisation) are found by
-comparing contents. A parameter that gets other memory (``p.data = ...``) is found by its address.
+The schema of an operation says which arguments it writes into. So a write is seen before it happens, also through
+views, ``.data`` and lists of tensors. Writes that the schema does not mention (the statistics of a batch normalisation)
+are found by comparing contents. A parameter that gets other memory (``p.data = ...``) is found by its address.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
-_LIFT = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor() has made
+_LIFT = torch.ops.aten.lift_fresh.default  # returns the tensor that torch.tensor() has made
 
 
 class Writes(TorchDispatchMode):
-    """A context that notes writes into a module's parameters and buffers, whether these have contents or not.
+    """A context that records writes into a module's parameters and buffers, also those on the meta device.
 
     Attributes:
         written: full names of the tensors that were written into.
@@ -50,7 +50,7 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with untraced():  # a function that torch's function modes do not see (Tensor.set_) would be followed here
+        with untraced():  # function modes do not see Tensor.set_ when the user calls it, and must not see it here
             if is_mutable(func):
                 for tensor in targets(func, args, kwargs):
                     self._wrote(tensor, self._names.get(address(tensor), ()))
@@ -61,16 +61,16 @@ class Writes(TorchDispatchMode):
 
 
 class Changes(Writes):
-    """A context that also restores the parameters when it ends, and notes writes into tensors without a name.
+    """A context that also restores the parameters at its end, and records writes into tensors without a name.
 
     Args:
         module: module whose parameters and buffers are watched.
         others: other tensors that may be written to, such as the batch.
 
     Attributes:
-        strange: whether a tensor was written to since :meth:`begin` that the step did not make and that has no name.
+        strange: whether, since :meth:`begin`, the step has written into a tensor without a name that it did not make.
         nameless: memory addresses of all tensors without a name that were written to, also through views.
-        viewed: those of them to which views were written since :meth:`begin`.
+        viewed: those of ``nameless`` that were written to through a view since :meth:`begin`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
@@ -79,7 +79,7 @@ class Changes(Writes):
         self.nameless: set[int] = set()
         self.viewed: set[int] = set()
         self._made = {address(tensor) for tensor in others}
-        self._found: set[int] = set()  # memory that operations have read, or made views of, and that none has made
+        self._found: set[int] = set()  # addresses of what operations have used and none has made
         self._parameters: dict[str, nn.Parameter] = {}
         self._memory: dict[str, Tensor] = {}  # of parameters; held, so that no other tensor gets the same address
         self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
@@ -101,13 +101,13 @@ class Changes(Writes):
         self.written, self.strange, self.viewed = set(), False, set()
 
     def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep the contents that these parameters had in the memory that they have left."""
+        """Keep the contents of parameters that were given other memory, to restore them at the end."""
         for name, contents in before:
             self._contents.setdefault(name, contents.clone())
 
     @contextlib.contextmanager
     def visiting(self, visit: AbstractContextManager[None], named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
-        """Move these tensors to another device within this context, where they have other memory."""
+        """Enter ``visit``, which moves these tensors to another device, and record writes into them there."""
         with replaced(self, "_paused", True):
             visit.__enter__()
         places = self._locate(named)
