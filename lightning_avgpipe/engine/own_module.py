@@ -1,14 +1,13 @@
-"""Put into the module, while one stage works, the weights that it uses and its own values of attributes.
+"""While a stage works, put the weights that it uses and its own values of attributes into the module.
 
 Code between units runs on every stage that gets that far, so each stage keeps values of its own::
 
     training_step      n = self.count["steps"] += 1 | units of stage 0 | self.losses.append(loss) of the last stage
-    stage 0            {"steps": 1}                                      comes to its end before
+    stage 0            {"steps": 1}                                      ends before this line
     last stage         {"steps": 1}, the one that hooks see              [loss]
 
-Parallel models have values of their own too while an iteration runs, so that all stages of a model read the same
-values, whatever the other models do meanwhile. When the iteration has ended, their additions to lists, sets and dicts
-are merged.
+While an iteration runs, parallel models have values of their own too. So all stages of a model read the same values,
+whatever other models do. After the iteration, the models' additions to lists, sets and dicts are merged.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lightning_avgpipe.utils.names import joined
 
 
 class Weights(Protocol):
-    """The weights that the actions of stages use, as far as they are not the module's own."""
+    """The weights that actions of stages use, where these are not the ones in the module."""
 
     @property
     def constant(self) -> bool:
@@ -40,11 +39,11 @@ class Weights(Protocol):
         """Return whether anything is put into the module for an action of a stage."""
 
     def placed(self, stage: int) -> AbstractContextManager[dict[int, str]]:
-        """Put the weights of a stage's action into the module within the context; it gives ``id -> name`` of those."""
+        """Put the weights for a stage's action into the module within this context; yield their ``id -> full name``."""
 
 
 class VersionedWeights(Weights, Protocol):
-    """Several versions of the weights of a step function, for actions of batches between which nothing drains."""
+    """Several versions of the weights of a step function, for batches that overlap without draining the pipeline."""
 
     def divide(self, names: Mapping[int, Sequence[str]], here: Collection[int]) -> None:
         """Set which parameters the stages use, by their full names, and which stages this process hosts."""
@@ -81,7 +80,7 @@ class OwnAttributes:
         if self._shows:
             return
         self._own.follow(self._seen.changed())
-        with self.placed():  # find now what a hook has added, before any stage changes it
+        with self.placed():  # take up what a hook has added before any stage changes it
             pass
         self._begun = self._own
 
@@ -91,7 +90,7 @@ class OwnAttributes:
             self._seen = self._objects()
 
     def added(self) -> list[Any]:
-        """Add this stage's additions to the lists, sets and dicts outside of stages; return the changed ones."""
+        """Merge this stage's additions into the lists, sets and dicts outside of stages; return those that changed."""
         before = {id(obj): items for obj, items in self._begun.items()}
         found = []
         for obj, items in self._own.items():
@@ -100,7 +99,7 @@ class OwnAttributes:
         return found
 
     def accept(self, objects: Sequence[Any]) -> None:
-        """Take over the values outside of stages for these objects."""
+        """Take over the state that these objects have outside of stages."""
         self._own.follow(objects)
 
     def _objects(self) -> Snapshot:
@@ -127,7 +126,7 @@ class OwnAttributes:
 
 
 def _add(collection: Any, before: Any, after: Any) -> bool:
-    """Add to a collection what ``after`` has more than ``before``; return whether there was anything."""
+    """Add to a collection the items that are in ``after`` and not in ``before``; return whether there are any."""
     if isinstance(collection, dict):
         new = [key for key in after if key not in before]
         for key in new:
@@ -148,7 +147,10 @@ def _add(collection: Any, before: Any, after: Any) -> bool:
 
 
 def _changed_elsewhere(program: StageProgram, module: nn.Module) -> Iterator[tuple[Variable, Elsewhere]]:
-    """Yield what only units of other stages change, attributes or those of the objects that these hold now."""
+    """Yield the variables that only units of other stages change, each with a placeholder to put there.
+
+    A variable is an attribute of a module or, if units change only parts of the object in it, of that object.
+    """
     for key, held in variables(module, program.changed_elsewhere).items():
         name, parts = joined(*key), program.graph.parts_changed.get(key, frozenset())
         own: dict[str, Any] = getattr(held.state().get("value"), "__dict__", {})
@@ -165,13 +167,13 @@ class OwnModule:
         program: program of the stage.
         module: the whole module; parameters of other stages may be absent.
         weights: weights that the stage's actions use.
-        of_units: attribute values of the units of its pipeline.
+        of_units: values of the attributes that units of its pipeline change.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
 
     Attributes:
         program: as given.
         module: as given.
-        attributes: values of attributes of this stage.
+        attributes: this stage's values of attributes.
         swaps: whether anything is put into the module while the stage works.
     """
 
@@ -201,7 +203,7 @@ class OwnModule:
     def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             passing = self._to_set_back()
-            elsewhere = _changed_elsewhere(self.program, self.module)  # hooks may put other objects in their places
+            elsewhere = _changed_elsewhere(self.program, self.module)  # looked up now, since hooks may replace objects
             hidden = [(one, one.state(), placeholder) for one, placeholder in elsewhere]
             for one, _, placeholder in hidden:
                 one.put({"value": placeholder})
@@ -211,7 +213,7 @@ class OwnModule:
                 for one, state, placeholder in hidden:
                     if one.state().get("value") is placeholder:
                         one.put(state)
-                passing.restore()  # a stage that leaves the step early does not come to the line that does
+                passing.restore()  # a stage that leaves the step early does not reach the code that sets it back
 
     def _to_set_back(self) -> Snapshot:
         """Return a snapshot of what the step changes and sets back, without objects that it changes for good."""

@@ -1,4 +1,4 @@
-"""Define one stage's part of a step, its outcome, and how its operations are executed."""
+"""Define one stage's part of a step and its outcome, and execute its operations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Path(NamedTuple):
     """The nodes that earlier stages executed with a micro-batch, if these were not the captured ones.
 
     Attributes:
-        entries: descriptions of the results of captured nodes, then steps.
+        entries: descriptions of the results of captured nodes, then the nodes that were not captured.
         values: indices of the values that are sent.
         shared: indices of the values that share memory.
         ended: whether the step has returned None.
@@ -67,12 +67,12 @@ class Part(NamedTuple):
         args: arguments of the step, the micro-batch first.
         received: tensors for ``program.receives``, in its order, or for the values of a path.
         entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
-            them; or the path that they took.
+            these stages; or the path that they took.
         key: key of this execution's random numbers.
-        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
-        repeat: wrap the function that executes a unit so that it keeps less for the backward.
+        observe: calls ``self.log`` and metrics on the last stage; None: they are called directly.
+        repeat: wraps the function that executes a unit, so that it keeps less for the backward; None: as they are.
         tap: position after the start of the program at which values are copied; 0: none.
-        attested: requests of the step for the nodes of earlier stages.
+        attested: requests for the nodes of earlier stages, see :mod:`~lightning_avgpipe.engine.attestation`.
     """
 
     program: StageProgram
@@ -133,7 +133,7 @@ class ReplayContext:
 
     @property
     def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so; it cannot be watched."""
+        """Whether units run compiled code rather than the original; draws in compiled code cannot be watched."""
         return self.compiler is not None or not self.drawing.seen
 
 
@@ -170,11 +170,11 @@ class OperationResult(NamedTuple):
         return True
 
     def separated(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
-        """Return the outcome with views in place of arguments, and results, that the node returned as new tensors.
+        """Return the outcome with views where the node returned an argument, or a result twice, as a new value.
 
-        The view gets the index of the new value; the argument, or the result before it, keeps its own.
+        The view gets the index of the new value. The argument, or the earlier result, keeps its own index.
         """
-        known = dict.fromkeys(map(id, taken), -1)  # id -> value, of results
+        known = dict.fromkeys(map(id, taken), -1)  # id of an argument or result -> value
         if known.keys().isdisjoint(map(id, self.tensors)) and len({*map(id, self.tensors)}) == len(self.tensors):
             return self
         leaves, spec = tree.flatten(self.result)
@@ -193,7 +193,7 @@ class Runner:
     Args:
         part: part of the step.
         context: data that all replays of the stage share.
-        around: context within which each operation runs; None: none.
+        around: returns the context within which an operation runs; None: there is none.
 
     Attributes:
         draws: random streams of the operations.
@@ -209,7 +209,7 @@ class Runner:
         self.is_plain = part.repeat is None and context.compiler is None
 
     def run(self, operation: Operation, node: Node, objects: Snapshot | None) -> OperationResult:
-        """Execute an operation that stands at a node and may write into these objects."""
+        """Execute the operation of a node, which may write into these objects."""
         if self._around is None:
             result = self._result(operation, node)
         else:

@@ -1,4 +1,4 @@
-"""Replay: execute the whole step function such that only one stage's part of it happens.
+"""Replay: run the step function so that only one stage's part of it is executed.
 
 ::
 
@@ -8,8 +8,8 @@
                       received       |                 |
 
 Nodes of earlier stages return the values that were received, or absent ones. The nodes of this stage run. The step ends
-before the first node of a later stage. Free glue runs wherever it stands. If the step does something else than when it
-was captured, it takes a detour.
+before the first node of a later stage. Free glue runs on every stage that reaches it. If the step does something else
+than when it was captured, it takes a detour.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DIFFERENTIATING = frozenset(("grad", "backward", *HOOKING))
 
 
 class _StageEnd(BaseException):
-    """An exception that leaves the step function; no Exception, which user code might catch."""
+    """The exception that ends the step function on a stage. It is no ``Exception``, which user code might catch."""
 
 
 def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: SkippedCalls) -> Replayed:
@@ -65,8 +65,8 @@ def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: S
     Args:
         part: part of the step.
         context: data that all replays of the stage share.
-        writer: writer that writes down a flat program.
-        answers: answers to the calls of earlier stages' units.
+        writer: writes down a flat program of what the stage does.
+        answers: results for calls of earlier stages' units, known from earlier micro-batches.
     Raises:
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
@@ -178,9 +178,9 @@ class _Replayer(StepTracer):
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
-        alike = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
+        is_free = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
         # a unit that was not captured may have weights, which one stage must train
-        if alike and not any(True for _ in module.parameters()):
+        if is_free and not any(True for _ in module.parameters()):
             self._runner.draws.begin_unit(elsewhere=True)
             with replaced(self, "_runs_everywhere", True), self.executing():
                 result = run(*args, **kwargs)
@@ -194,7 +194,7 @@ class _Replayer(StepTracer):
         for tensor in tensors:
             if id(tensor) in self._owned or self.known.value_of(tensor) is not None:
                 return self._at_node(Operation("glue", name, func, args, kwargs, tensors))
-        if any(isinstance(tensor, Absent) for tensor in tensors):  # a left-over of the previous micro-batch
+        if any(isinstance(tensor, Absent) for tensor in tensors):  # left over from the previous micro-batch
             with Absent.flowing():
                 result = func(*args, **kwargs)
         else:
@@ -259,20 +259,20 @@ class _Replayer(StepTracer):
         return self._execute(operation, node)
 
     def _check_trained(self, operation: Operation) -> None:
-        """Check that the parameters that an operation of this stage uses are trained here, and nowhere else."""
+        """Check that this stage, and no other, trains the parameters that an operation of this stage uses."""
         program = self._program
         trained = {self._owned[id(t)] for t in operation.tensors if t.requires_grad and id(t) in self._owned}
         if trained <= program.own or (program.is_last and trained.isdisjoint(program.earlier)):
             return
         raise StepChangedError(
             f"{operation} at {source_line()} uses the parameter '{min(trained - program.own)}' on stage "
-            f"{program.stage}, which {program.graph.step} did not when it was captured, so that this stage would not "
-            "train it for all. Use it in the first batch too (times zero), or keep it in a ParameterList or "
+            f"{program.stage}, which {program.graph.step} did not when it was captured, so that its gradient "
+            "from this stage would be lost. Use it in the first batch too (times zero), or keep it in a ParameterList or "
             "ParameterDict beside one that is used there"
         )
 
     def _expected(self, position: int) -> tuple[Node | None, Entry | None]:
-        """Return the node that is expected next, if known, and its description if it is not executed here."""
+        """Return the node that is expected next, if known, and its result's description if it does not run here."""
         nodes, program = self._program.graph.nodes, self._program
         entry = program.elsewhere.get(position)
         if position < self._start:
@@ -288,14 +288,14 @@ class _Replayer(StepTracer):
         if (mode := self.mode()) is not None:
             raise StepChangedError(
                 f"at {source_line()} the step is in a {mode}, and was in none when it was captured; stage "
-                f"{self._program.stage} shows it nothing of {operation}, which runs on an earlier one. Enter it in "
+                f"{self._program.stage} cannot show it {operation}, which runs on an earlier stage. Enter it in "
                 "the forward of a submodule, or in each step"
             )
         if node.drawn:
             self._runner.draws.skip(node.drawn)
         self._writer.skipped(node)
-        told = node.index < self._start and self._before[node.index] is entry
-        if told and self._answered and self._bare:
+        is_received = node.index < self._start and self._before[node.index] is entry
+        if is_received and self._answered and self._bare:
             self._answers.learn(operation, node, entry, self.known)
         return self.values.result(node, entry, *operation.with_objects(node))
 
@@ -362,7 +362,7 @@ class _Replayer(StepTracer):
             return detour.run(operation, self._position - 1, self._runner)
 
     def _check_complete(self, operation: Operation) -> None:
-        """Check that a derivative for which the step asks off the captured path lies on this stage as a whole."""
+        """Check that a derivative that the step takes off the captured path depends on this stage alone."""
         if operation.name in HOOKING:
             asked = [operation.args[0]]
         else:
@@ -383,7 +383,7 @@ class _Replayer(StepTracer):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Clean up after the step; the exception that ended it holds its frames and thereby all activations."""
+        """Clean up after the step; the exception that ended it must go, since its frames keep all activations alive."""
         self.values.restore()
         self._end = None
         self._held.restore()
@@ -408,7 +408,7 @@ class _Replayer(StepTracer):
         return self._position == self._program.end and (result is not None or not self._program.is_last)
 
     def check_finished(self, result: Any) -> None:
-        """Check that the step has come as far as when it was captured, or has returned None, on all stages."""
+        """Check that the step went as far as when it was captured, or returned None where it did on earlier stages."""
         if self._end is not None:
             raise self._caught(self._end)
         position, program = self._position, self._program
@@ -428,12 +428,11 @@ class _Replayer(StepTracer):
         return self._end
 
     def _caught(self, end: _StageEnd) -> StepChangedError:
-        """Return the error for a step that has caught the exception which ends it on this stage."""
+        """Return the error for a step that has caught the exception that ends it on this stage."""
         return StepChangedError(
-            f"{self._program.graph.step} catches every exception at {caught_line(end)}, also the one which ends the "
-            f"step where stage {self._program.stage} does (it is no Exception); write 'except Exception' in the place "
-            "of a bare 'except', 'except BaseException' or a 'return' in 'finally', or keep these lines on one stage "
-            "with split_points"
+            f"{self._program.graph.step} catches every exception at {caught_line(end)}, also the BaseException "
+            f"by which it ends on stage {self._program.stage}; write 'except Exception' instead of a bare 'except' or "
+            "'except BaseException', do not return in 'finally', or keep these lines on one stage with split_points"
         )
 
     def _changed(self, operation: Operation | None, node: Node | None) -> StepChangedError:
@@ -449,7 +448,7 @@ class _Replayer(StepTracer):
 
 
 def _variables() -> list[Tensor]:
-    """Return tensors in local variables of the functions that the step is in, which it may use later."""
+    """Return the tensors in local variables of the step's functions on the call stack, which it may use later."""
     found: list[Tensor] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not replay.__code__:

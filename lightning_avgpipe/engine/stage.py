@@ -40,7 +40,8 @@ class StagePart:
     """A part that a system adds to a stage: handlers of further kinds of actions, with state of their own.
 
     Attributes:
-        handlers: kind of actions -> method that runs one of a stage, as :meth:`Stage.perform` does.
+        handlers: kind of actions -> method of the part that runs one, with the arguments and result of
+            :meth:`Stage.forward` after the stage.
         watches: whether it watches the forwards of this iteration, by :meth:`watching` and :meth:`kept`.
     """
 
@@ -81,7 +82,7 @@ class Stage:
         of_units: attribute values of the units of its pipeline.
         kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
         relayed: whether the values that it receives are relayed to the next stage.
-        repeats: whether an earlier stage of this process has run this code before.
+        repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
     Attributes:
         program: as given.
@@ -91,7 +92,7 @@ class Stage:
         results: micro-batch -> result of the step, on the last stage.
         skipped: micro-batches without a loss, whose backwards carried no gradients.
         parts: what systems add to the stage, by their classes.
-        compiled: whether code of units that ``torch.compile`` has compiled runs so.
+        compiled: whether units run code that was compiled by ``torch.compile``, rather than the original.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Stage:
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
-        # only for weights that do not change within an iteration, by a hook either; compiled code casts its own
+        # casts are kept if no hook or version changes weights in an iteration; compiled code makes its own
         constant = weights.constant and not execution.interrupted and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
@@ -226,7 +227,7 @@ class Stage:
         copies: dict[int, str],
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
-        """Execute this stage's part of the step; ``observe`` is as of :class:`Part`."""
+        """Execute this stage's part of the step on a micro-batch; for ``observe``, see :class:`Part`."""
         program, tap = self._prefix.rest(task, micro_batch, message)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []
@@ -389,10 +390,10 @@ class Stage:
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
 
     def _check_states(self, before: Mapping[str, tuple[int, int]], micro_batch: int) -> None:
-        """Check that a backward has changed no buffers, unless no later forward has run that should find them changed.
+        """Check that a backward has changed no buffers after the forward of a later micro-batch.
 
         Raises:
-            StepChangedError: it has, and one has.
+            StepChangedError: it has changed a buffer, and the forward of a later micro-batch has already run.
         """
         later = [i for i in self.stash if i > micro_batch]
         changed = [name for name, now in self._states().items() if now != before[name]] if later else []
@@ -419,8 +420,8 @@ class Stage:
     def _seeded(self, micro_batch: int) -> Iterator[None]:
         """Run a backward within this context that may seed torch's generators as its forward did (RevNets).
 
-        Modules that seed, and those below them, get back the attributes of the forward, such as the seed; generators
-        are restored afterwards.
+        Modules that seed, and their submodules, get back the attributes that they had in the forward, such as the seed.
+        At the end, attributes and generators are restored.
         """
         with attributes(self._seeding).restored(), restored(generators(self._device)):
             self._kept_by_seeding[micro_batch].restore()

@@ -1,13 +1,13 @@
-"""Execute one stage's part of a step on one micro-batch after the other, by following the step or by a flat program.
+"""Execute one stage's part of a step on each micro-batch, by following the step or by running a flat program.
 
 ::
 
-    iteration 1          every micro-batch is followed, and written down: do all do the same?
-    2, 3, ...            micro-batch 0 is followed and written down, the others run what was written
-    every 64th           as the first, and so is each one until two micro-batches of one form were the same
+    iteration 1          every micro-batch is followed and written down, and the programs are compared
+    2, 3, ...            micro-batch 0 is followed and written down, the others run its program
+    every 64th           like iteration 1, and so is every one until two programs of one form were equal
 
-If two micro-batches of one form differ, or a step cannot be written down, each one is followed from then on. With a
-static step, which only its author can declare, iterations 2, 3, ... follow nothing.
+If two programs of one form differ, or a step cannot be written down, every micro-batch is followed from then on. If the
+user declares the step static, iterations 2, 3, ... follow no micro-batch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.random_streams import seed_host
 from lightning_avgpipe.utils.torch_compat import version_of
 
-_AUDITED_EVERY = 64  # iterations; in such a one all micro-batches are followed and compared
-_MOST_FORMS = 8  # of micro-batches that get programs in an iteration
+_AUDITED_EVERY = 64  # iterations; in every 64th, all micro-batches are followed and compared
+_MOST_FORMS = 8  # of micro-batches for which programs are kept
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -80,10 +80,10 @@ _NOT_STATIC = "static_step=False, or a hook of yours runs between micro-batches 
 
 
 def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ...]]:
-    """Return the tensors of a micro-batch, and the form that it must share with others to run one program.
+    """Return the tensors of a micro-batch, and its form: micro-batches of the same form can run one program.
 
     The tensors are those of the batch, then the received ones. The form describes them, all other arguments of the
-    step, and what earlier stages have told.
+    step, and what else came in the message of the previous stage.
 
     Args:
         part: part of the step, with the micro-batch.
@@ -91,7 +91,7 @@ def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ..
     """
     tensors: list[Tensor] = []
     structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
-    # what users have added to tensors is not compared: such a micro-batch has a form of its own
+    # attributes that users have added to tensors are not compared: object() makes the form unique
     attributes = [object() if vars(tensor) and not isinstance(tensor, Absent) else None for tensor in tensors]
     tensors += part.received
     return tensors, (list(map(description, tensors)), attributes, structure, part.entries, part.attested)
@@ -111,7 +111,7 @@ def _structure(item: Any, tensors: list[Tensor]) -> Any:
         return kind, [(name, _structure(part, tensors)) for name, part in item.items()]  # in order, as the tensors
     leaves, spec = tree.flatten(item)
     if len(leaves) == 1 and leaves[0] is item:
-        return kind, id(item)  # an object: its == need not return a bool
+        return kind, id(item)  # an object, compared by id since its == need not return a bool
     return spec, [_structure(leaf, tensors) for leaf in leaves]
 
 
@@ -138,14 +138,14 @@ class Programs:
         self._program = program
         self._module, self._context = module, context
         self._iteration = 0
-        self._audits, self._agreed = True, False  # whether two programs of one form were compared, and equal
+        self._audits, self._agreed = True, False  # _agreed: two programs of one form were equal
         self._written: list[tuple[Any, FlatProgram]] = []  # with their forms
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self.end(why)
 
     def begin(self) -> None:
-        """Begin an iteration: drop the programs of earlier ones, unless the step is static."""
+        """Begin an iteration: drop the programs of earlier iterations, unless the step is static."""
         self._iteration += 1
         trusted = self._agreed or (self.static and self._iteration > 1)
         self._audits = not trusted or self._iteration % _AUDITED_EVERY == 0
@@ -153,7 +153,7 @@ class Programs:
             self._written.clear()
 
     def find(self, form: Any) -> list[FlatProgram]:
-        """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
+        """Return the programs for this form, one for each set of answers; none if the micro-batch must be followed."""
         if self._audits:
             return []
         if not self._written or self._read.changed() is not None:
@@ -163,10 +163,10 @@ class Programs:
         return self._of(form)
 
     def check_read(self) -> None:
-        """Check that a program which has run has changed nothing that this stage might have read after that.
+        """Check that the program that ran has changed nothing that the step reads in this stage's part.
 
         Raises:
-            StepChangedError: it has.
+            StepChangedError: it has changed something.
         """
         if (changed := self._read_in_part.changed()) is not None:
             raise StepChangedError(
@@ -184,7 +184,7 @@ class Programs:
             self.end(f"it names '{min(self._named_and_assigned)}', which a submodule assigns")
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return UNUSED
-        # nothing is repeated before one of two micro-batches of a form was checked
+        # of two micro-batches of a form, at least one is checked before programs run
         checks = not self.static and (
             self._iteration == 1 or self._iteration % _AUDITED_EVERY == 0 or bool(self._of(form))
         )
@@ -192,7 +192,7 @@ class Programs:
 
     @functools.cached_property
     def _named_and_assigned(self) -> frozenset[str]:
-        """The names in code between units to which units assign: such code may read what each micro-batch changes."""
+        """The names that code between units reads and units assign to, perhaps other values for each micro-batch."""
         graph, module = self._program.graph, self._module
         units = {inner for path in graph.units for inner in module.get_submodule(path).modules()}
         between = [getattr(module, graph.step), *(m.forward for m in module.modules() if m not in units)]
@@ -228,11 +228,11 @@ class StageStep:
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         execution: options for the execution of units.
-        repeats: whether an earlier stage of this process has run this code before.
+        repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
     Attributes:
         rewritten: tensors that the stage changes in place.
-        compiled: whether code of units that ``torch.compile`` has compiled runs so.
+        compiled: whether units run code that was compiled by ``torch.compile``, rather than the original.
         stream: stream on which it runs; None: the current one.
     """
 
@@ -263,10 +263,10 @@ class StageStep:
         )
         self._answers = SkippedCalls(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
-        self._began_on_host = False  # in this iteration
+        self._began_on_host = False  # whether draws from the host's generators began in this iteration
         called = (name for name, _ in module.named_buffers() if nearest(name, program.called))
         self._buffers = registers_of(module, called)
-        self._versions: list[tuple[int, int]] = []  # of these, before the program that runs now
+        self._versions: list[tuple[int, int]] = []  # of these buffers, before the running program
         self.rewritten = Rewritten(program, module)
         self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
@@ -276,7 +276,7 @@ class StageStep:
         self.stream = stream
         self._programs.begin()
         self._unforeseen.begin_iteration()
-        if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
+        if self._began_on_host:  # not earlier, since a forward that is repeated in its iteration must draw the same
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False
 
@@ -339,16 +339,16 @@ class StageStep:
         return (len(task.args) > 1 or self._programs.static) and not self._context.drawing.late_on_host
 
     def _check_nothing_left(self, other: OtherForm) -> None:
-        """Check that a program which was given up has left nothing behind, so that the step can be followed instead.
+        """Check that an abandoned program had no lasting effects, so that the step can be followed instead.
 
         Raises:
-            StepChangedError: it has.
+            StepChangedError: it had some.
         """
         changes = self._graph.changed_by_units or self._graph.written_tensors
         if other.leaves or changes or self._versions != self._versions_now():
             raise StepChangedError(
                 f"{other.instruction} returned something of another form (a shape, a flag, a structure) than with the "
-                "first micro-batch of this batch, when the step had logged, or changed what lasts. Return the same "
+                "first micro-batch of this batch, after the step had logged or changed something. Return the same "
                 "form for every micro-batch, or set static_step=False, so that each one is followed"
             ) from None
 

@@ -24,12 +24,12 @@ from lightning_avgpipe.utils.tensors import KnownTensors
 
 
 class StageValues:
-    """The tensors for the values of one micro-batch.
+    """The tensors that stand for the values of one micro-batch on a stage.
 
     Args:
         part: part of the step.
         context: data that all replays of the stage share.
-        values: values of the received tensors.
+        values: indices of the values of the received tensors.
         known: record of which tensor stands for which value.
 
     Attributes:
@@ -56,7 +56,7 @@ class StageValues:
         return self.stand_ins[value]
 
     def made(self, tensor: Tensor, value: int) -> None:
-        """Note that a node of this stage has returned a value, or written into it."""
+        """Note that a node of this stage has returned the tensor of a value, or written into it."""
         self._known.learn(tensor, value)
         if value in self._wanted:
             self._made[value] = tensor
@@ -66,7 +66,7 @@ class StageValues:
         return value is not None and value not in self.stand_ins and value not in self._received
 
     def leads_to_received(self, tensors: Sequence[Tensor], besides: Sequence[Tensor]) -> bool:
-        """Return whether autograd follows these tensors to received values, others than ``besides``."""
+        """Return whether a backward from these tensors would reach received values other than ``besides``."""
         ends = {t.grad_fn for t in self._received.values()} - {t.grad_fn for t in besides}
         return not ends.isdisjoint(nodes_of(tensors))
 
@@ -136,20 +136,21 @@ class StageValues:
                 put_state(owner, before)
 
 
-# -- answers: calls of earlier stages' units that the step makes as it did with an earlier micro-batch -----------------
+# -- answers: stand-ins for the results of earlier stages' units, reused where the step makes the same call again ------
 #
-#     first micro-batch     block0(x)    matched with a node, compared with what its own stage was asked, answered
+#     first micro-batch     block0(x)    matched with a node, compared with the request on its own stage, answered
 #     later ones            block0(x)    the same unit, value and modes: answered at once
 #
-# What an answer depends on is kept beside it: the call, its modes, and what the stages before told of it. If any of it
-# differs, the call is looked at as the first time.
+# An answer is kept with everything that it depends on: the call, its modes, and what earlier stages sent about it. If
+# any of this differs, the call is handled as the first one was.
 
 
 def modes_of(module: nn.Module, aside: int = 0) -> tuple[Any, ...]:
-    """Return what a call depends on besides its arguments, as far as stages compare it.
+    """Return the modes that stages compare for a call, besides its arguments.
 
     Args:
-        aside: number of modes that see operations and are not on the stack now.
+        module: the called module.
+        aside: number of function modes that were on the stack when the module was called and are not now.
     """
     return (
         module.training,
@@ -165,11 +166,11 @@ class Answer(NamedTuple):
 
     Attributes:
         module: called module.
-        given: values of its arguments; None: the stage, which is not the last one, does not compare them.
+        given: values of its arguments; None: they are not compared, as on a stage that is not the last one.
         modes: modes in which it was called.
         entry: description of its result.
         value: value that it returned.
-        make: make the tensor that stands for this value if it was not received.
+        make: makes the tensor that stands for this value if it was not received.
         calls: paths of the called modules that may draw random numbers, the unit first.
     """
 
@@ -183,7 +184,7 @@ class Answer(NamedTuple):
 
 
 class SkippedCalls:
-    """The answers to the calls before a stage."""
+    """The answers to the calls that come before a stage's part of the step."""
 
     def __init__(self, program: StageProgram, device: torch.device) -> None:
         self._program, self._device = program, device
@@ -191,7 +192,7 @@ class SkippedCalls:
         self._known: list[Answer | None] = [None] * program.start
 
     def begin(self, part: Part) -> Sequence[Answer | None]:
-        """Return the answers by position; those to other requests than the ones that came with a part are forgotten."""
+        """Return the answers by position of the node. If a part comes with other requests than before, forget them."""
         detour = isinstance(part.entries, Path) or len(part.entries) < part.program.start
         if detour or part.program is not self._program:
             return ()
@@ -201,10 +202,10 @@ class SkippedCalls:
         return self._known
 
     def learn(self, operation: Operation, node: Node, entry: Entry, known: KnownTensors[int]) -> None:
-        """Keep the answer to a call that was matched with a node, if it is one that can be repeated.
+        """Keep the answer to a call that was matched with a node, if it can be reused.
 
         Args:
-            operation: the call; the tracer of the step, which came to it, is not on the stack of modes now.
+            operation: the call; the step's tracer, which handles it, is not on the stack of modes now.
             node: node of the call.
             entry: description of its result.
             known: tensors of the step, and their values.

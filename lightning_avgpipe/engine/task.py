@@ -23,10 +23,10 @@ class Task:
     Attributes:
         run: ``run(i, *args[i])`` executes the step function on micro-batch i.
         args: arguments of the step, for each micro-batch.
-        finish: return the tensor from which a backward starts, given i and the result of micro-batch i on the last
-            stage; None if there is no backward. It may return None for a micro-batch that does not count.
+        finish: ``finish(i, result)`` returns the tensor from which the backward of micro-batch i starts, given its
+            result on the last stage, or None if the micro-batch has no loss. None: there are no backwards.
         key: key of the random numbers of this iteration and its first micro-batch.
-        known: micro-batches that begin with kept outputs.
+        known: micro-batches whose forwards begin with kept outputs, see :class:`~.prefix.Shortcut`.
         around: ``around(i)`` is the context in which ``run`` calls the step function; None: only ``run`` can call it.
     """
 
@@ -51,12 +51,12 @@ class Task:
 class Gate:
     """The point where a received value enters the step, and its gradient leaves the backward.
 
-    The gradient is the tensor that autograd computes, with its strides. Accumulated in a leaf it would get another
-    memory layout, and kernels of the previous stage would round otherwise.
+    The gradient is the very tensor that autograd computes, with its strides. Accumulated in ``leaf.grad``, it could get
+    another memory layout, and kernels of the previous stage would round differently.
 
     Attributes:
         leaf: the received value, as a leaf.
-        gradient: its gradient, once computed; else None.
+        gradient: its gradient; None until it is computed.
     """
 
     def __init__(self, leaf: Tensor) -> None:
@@ -77,13 +77,13 @@ class Stash(NamedTuple):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the micro-batch has no loss, on the last stage."""
+        """Whether this is the last stage and the micro-batch has no loss."""
         return not self.roots
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The data that a forward keeps for its repetition.
+    """The data that a forward keeps to be repeated for its backward.
 
     Attributes:
         task: work of the iteration, which holds the micro-batch.
@@ -91,7 +91,8 @@ class Inputs:
         versions: version counters of the received tensors.
         surroundings: the state that the forward reads.
         observations: results of ``self.log`` and metrics.
-        ending: on the last stage the loss, and the tensors of the result from which it was computed.
+        ending: on the last stage, the loss and the leaves from which it was computed: one per tensor of the result, None
+            where that needs no gradient. None on other stages.
     """
 
     task: Task
@@ -103,12 +104,12 @@ class Inputs:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the micro-batch has no loss, on the last stage."""
+        """Whether this is the last stage and the micro-batch has no loss."""
         return self.ending is not None and self.ending[0] is None
 
 
 class _Enter(torch.autograd.Function):
-    """The entry of a received leaf into the step, without a copy, such that glue may change it in place."""
+    """The entry of a received leaf into the step, without a copy, as a tensor that glue may change in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, gate: Gate) -> Tensor:
