@@ -1,16 +1,16 @@
-"""Handle a micro-batch with which a step does something else than when it was captured.
+"""Handle a micro-batch for which the step does something else than when it was captured.
 
 ::
 
     captured   embed | sdpa                    | block1 | head, loss
     now        embed | expand, reshape, sdpa   | block1 | head, loss
                        ^                         ^
-                       here the step leaves      a unit of a later stage: there the stage ends, wherever it was
-                       the captured path         captured, and says what it did instead
+                       here the step leaves      a unit of a later stage: here this stage ends, and its message
+                       the captured path         describes the nodes that it executed instead
 
-Every stage executes the same step on the same micro-batch, so later stages come to the same nodes, which the message
-describes. Units must still come in the order of the stages; a stage may have none. A value keeps the index that it got
-where it was made. So a later stage can lack a value, which is an error, but never mistake one for another.
+Every stage executes the same step on the same micro-batch, so later stages come to the nodes that the message
+describes. Units must still come in the order of the stages; a stage may execute none. A value keeps the index that it
+got on the stage that made it. So a later stage may lack a value, which is an error, but never mistakes one for another.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Detour:
         program: program of the stage.
         known: tensors of the step, and their values.
         owned: ``id -> full name`` of parameters.
-        before: what the nodes of earlier stages returned, with the nodes that were not captured.
+        before: descriptions of what the nodes of earlier stages returned; nodes that were not captured are included.
         shared: values of earlier stages that share memory.
 
     Attributes:
-        sent: values that are sent to later stages.
+        sent: tensors that are sent to the next stage.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Detour:
         return not self._program.is_last and not self._is_stateful and not names.isdisjoint(self._program.later)
 
     def may_run(self, kind: str, names: set[str]) -> bool:
-        """Return whether this stage can run a node that uses these names; the last one may use names of no stage."""
+        """Return whether this stage may run a node that uses these names; on the last, they may be of no stage."""
         if self._program.is_last:
             return names.isdisjoint(self._program.earlier)
         return not self._is_stateful and kind != "region" and names <= self._program.own
@@ -88,20 +88,20 @@ class Detour:
         return Path((*entries, *self._own), self._values, self._shared, self._ended)
 
     def _node(self, position: int, kind: Any, name: str) -> Node:
-        """Make a node like a captured one of the same kind and name."""
+        """Make a node with the properties of a captured one of the same kind and name, if the stage has one."""
         like = self._program.alike.get((kind, name))
         if like is None:
             return Node(position, kind, name, source_line())
         return replace(like, index=position, source=source_line(), inputs=(), outputs=(), writes=())
 
     def begin(self, node: Node, outcome: OperationResult, tensors: Sequence[Tensor], here: bool) -> None:
-        """Begin the detour at a captured node that has returned something else than when it was captured.
+        """Begin the detour at a captured node that has returned something else this time.
 
         Args:
             node: captured node.
             outcome: what the node returned now.
             tensors: tensors that the node took.
-            here: whether the node belongs to this stage, and no other node depends on its captured behaviour.
+            here: whether the node belongs to this stage, and is no upkeep.
         Raises:
             StepChangedError: the step cannot go on from there.
         """
@@ -143,15 +143,15 @@ class Detour:
         return outputs
 
     def _is_kept_from_writes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a weight or buffer that no node off the captured path may change.
+        """Return whether a tensor is a weight or buffer that nodes off the captured path must not change.
 
-        On the last stage a node may if the step has changed the tensor there, and nowhere else, when it was captured.
+        On the last stage they may change it if the captured step changed it on this stage alone.
         """
         name = self._owned.get(id(tensor))
         return name is not None and not (self._program.is_last and name in self._program.changed_here)
 
     def _new(self, tensor: Tensor) -> int:
-        """Return an index for a new value, which is this tensor."""
+        """Return a new index for the value of this tensor."""
         value = next(self._numbers)
         self._known.learn(tensor, value)
         return value
@@ -196,7 +196,7 @@ class Detour:
         self._shared |= {v for v, tensor in zip(self._values, self.sent, strict=True) if owners[address(tensor)] > 1}
 
     def _captured_at(self, names: set[str]) -> tuple[int, ...]:
-        """Return the values that crossed a cut after this stage, or before the reached node, when captured."""
+        """Return the values that crossed the cut after this stage, or one before the reached node, when captured."""
         graph, end = self._program.graph, self._program.end
         reached = next((n.index for n in graph.nodes[end:] if not names.isdisjoint((n.name, *n.parameters))), end)
         return (*graph.live(end), *graph.live(reached))

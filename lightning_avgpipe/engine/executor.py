@@ -3,7 +3,7 @@
 The loop takes the next action of a lane whose input has arrived: backwards first, then the lowest micro-batch, then the
 lowest pipeline. It waits only when no lane can run, so one pipeline uses the time in which another waits. If lanes may
 be in different iterations, the oldest iteration comes first, then the lowest pipeline. So pipelines drain one after the
-other while the others use their idle time. The executor is independent of schedules' names, of Lightning and of models.
+other, and each uses the idle time of the others. The executor knows neither Lightning, nor models, nor named schedules.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Lane:
         stage: stage that does the work.
         ends: ends of the channels to the previous and the next stage.
         task: work of the iteration.
-        place: put the pipeline's model into the module; None: it is there all the time.
+        place: puts the pipeline's model into the module; None: it is always there.
         actions: actions that are left in this iteration.
-        turns: order of the stages of this pipeline in this process, as a queue that they share; None: any stage whose
-            input has arrived may run.
-        begins: micro-batches whose forwards begin on this stage, because outputs of earlier stages are kept.
+        turns: order in which stages of this pipeline run in this process, a queue that their lanes share; None: any
+            stage whose input has arrived may run.
+        begins: micro-batches whose forwards begin on this stage, from kept outputs of earlier stages.
         relays: whether received values are relayed to the next stage as they arrive.
-        segments: least number of pieces in which large tensors of the stage's own values travel.
-        takes: handler for the first message of an iteration, if that holds no values; None: there is no such message.
-        wires: formats in which values travel to the next stage, and gradients to the previous one.
+        segments: least number of pieces in which large tensors among the stage's own values are sent.
+        takes: handler for an extra first message of an iteration, which holds no values; None: there is none.
+        wires: formats in which values are sent to the next stage, and gradients to the previous one; None: unchanged.
     """
 
     stage: Stage
@@ -131,7 +131,7 @@ class Lane:
             raise self.stage.unsendable(message, error) from error.__cause__
 
     def _consumes(self, action: Action) -> str | None:
-        """Return the direction of the action's input; None without one, as for a forward behind frozen layers."""
+        """Return the direction of the action's input; None if it has none, as a forward that uses kept outputs."""
         consumes = action.kind.consumes
         return None if consumes == "forward" and action.micro_batch in self.begins else consumes
 
@@ -152,9 +152,9 @@ def execute(
     Args:
         lanes: lanes with their actions.
         cluster: cluster of the processes.
-        observers: observers of the iteration, each within those before it.
+        observers: observers of the iteration; each is called within those before it.
         oldest_first: whether lanes may be in different iterations.
-        until: return whether to stop before all actions are done; asked between two actions, and when anything
+        until: returns whether to stop before all actions are done; called between two actions, and when anything
             arrives. Default: never.
     Raises:
         Exception: user code failed; a note names stage, rank and action.
@@ -175,7 +175,7 @@ def execute(
             waits.watch.doing = f"runs {action} of stage {_stage(lane)}"
             try:
                 lane.run_next(observers)
-            except StopIteration as error:  # a loop outside would take it for the end of its data
+            except StopIteration as error:  # a loop over a dataloader would take it for the end of the data
                 raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
             except Exception as error:
                 error.add_note(f"{_place(lane, rank)} failed in {action}")

@@ -1,4 +1,4 @@
-"""Flat programs: a stage's part of a step as a list of instructions, written down while the step is followed once.
+"""Flat programs: a stage's part of a step as a list of instructions, written while the step is followed once.
 
 ::
 
@@ -7,10 +7,10 @@
     micro-batches 1..  the list runs, no Python of the step
 
 A step does the same for each micro-batch of an iteration if its Python has no side effects and does not branch on
-numbers of values. Questions about the batch (is anything masked?) are instructions of their own: if the answer differs,
-or the shape of what is computed from the batch (the targets that are not masked), the micro-batch is followed instead.
-So it is if a node returns something of another form: a flag, a structure, a shape that depends on numbers. A program
-holds constants of its iteration, so the next one writes it anew.
+numbers of values. Questions about the batch (is anything masked?) are instructions of their own. A micro-batch is
+followed instead if an answer differs, or the shape of something that is computed from the batch (the targets that are
+not masked), or the form of what a node returns: a flag, a structure, a shape that depends on numbers. A program holds
+constants of its iteration, so each iteration writes a new one.
 """
 
 from __future__ import annotations
@@ -53,18 +53,21 @@ SAME = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-
 
 
 class TensorSlot(NamedTuple):
-    """A slot for a tensor, or for an object that is made anew."""
+    """A template of a tensor, or of an object that is made anew: the number of its slot."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Register:
-    """A module's register and name of a parameter or buffer, which may be another object for another micro-batch."""
+    """A template of a parameter or buffer: the module's dict that holds it, and its name there.
+
+    Another micro-batch may find another object there.
+    """
 
     held: dict[str, Any] = field(compare=False)
     name: str
-    number: int  # the id of the register
+    number: int  # id of the dict
 
 
 class Items(NamedTuple):
@@ -82,20 +85,20 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Fixed:
-    """A value that is the same for each micro-batch; templates are equal if their keys are."""
+    """A template of a value that is the same for each micro-batch. Two are equal if their keys are."""
 
     value: Any = field(compare=False)
     key: Any
 
     @classmethod
     def of(cls, value: Any) -> Fixed:
-        """Return the template of a value, whose key is the value itself where that can be compared."""
+        """Return the template of a value. Its key is the value if that can be compared, else a description or id."""
         kind = type(value)
         return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
 
 
 def fill(template: Any, slots: Sequence[Any]) -> Any:
-    """Return the argument that a template describes, with these tensors."""
+    """Return the argument that a template describes, with the contents of these slots."""
     kind = type(template)
     if kind is TensorSlot:
         return slots[template[0]]
@@ -114,7 +117,7 @@ def slice_of(parts: list[Any]) -> slice:
 
 
 def parts_of(templates: Iterable[Any]) -> list[Any]:
-    """Return the templates of single values in templates."""
+    """Return the templates of single values within nested templates."""
     found: list[Any] = []
     for template in templates:
         kind = type(template)
@@ -128,7 +131,7 @@ def parts_of(templates: Iterable[Any]) -> list[Any]:
 
 
 def slots_in(templates: Iterable[Any]) -> list[int]:
-    """Return the slots in templates."""
+    """Return the numbers of the slots within nested templates."""
     return [part.number for part in parts_of(templates) if type(part) is TensorSlot]
 
 
@@ -136,14 +139,14 @@ InstructionKind = Literal["glue", "question", "object", "node", "observe", "skip
 
 
 class OtherAnswer(Exception):
-    """An answer that differs, so that the step must be followed. Only operations on the batch have run so far."""
+    """The batch gives another answer, so the step must be followed. Only operations on the batch have run so far."""
 
 
 class OtherForm(Exception):
-    """A result of another form, so that the step must be followed.
+    """An instruction has returned something of another form, so the step must be followed.
 
     Args:
-        instruction: instruction that gave it.
+        instruction: the instruction.
         leaves: whether the program has logged something, or changed tensors that outlive it.
     """
 
@@ -157,8 +160,8 @@ class Instruction:
     """One operation of a program. Instructions are equal if they do the same.
 
     Attributes:
-        kind: free ``"glue"``, a ``"question"`` about the batch, an ``"object"`` that is made anew, a ``"node"``, a call
-            that only looks at values (``"observe"``), or a call of another stage (``"skipped"``).
+        kind: free ``"glue"``; a ``"question"`` about the batch; an ``"object"`` to make anew; a ``"node"``; a call that
+            only looks at values (``"observe"``); or a call that another stage executes (``"skipped"``).
         name: name of the function.
         run: executes the operation.
         args: templates of the positional arguments.
@@ -167,11 +170,11 @@ class Instruction:
         node: node of the graph, for a node.
         module: called module, for a call.
         answer: expected answer, for a question; the pickled object, for an object; else the form of the result.
-        draw: random stream that begins before it, for glue that may draw.
-        form: what a node returned besides numbers, see :func:`form_of`.
+        draw: random stream that begins before the instruction, for glue that may draw.
+        form: form of what a node returned, see :func:`form_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
         separated: whether a node that returns an argument must return a view of it.
-        is_plain: whether all that a node does is to compute its result, while nothing watches it.
+        is_plain: whether a node writes into no objects, and needs neither ``separated`` nor a watch over its draws.
     """
 
     kind: InstructionKind
@@ -208,8 +211,8 @@ class FlatProgram:
         given: slots of the tensors of the batch, then of the received tensors.
         sent: templates of the tensors that go to the next stage.
         result: template of the step's result, on the last stage.
-        attested: requests of the step for the nodes so far, see :mod:`~lightning_avgpipe.engine.attestation`.
-        entries: descriptions of what the nodes so far returned when the program was written.
+        attested: requests for the nodes up to the end of this stage, see :mod:`~lightning_avgpipe.engine.attestation`.
+        entries: descriptions of what these nodes returned when the program was written.
         dropped: for each instruction the slots that no later one needs.
     """
 
@@ -224,11 +227,11 @@ class FlatProgram:
 
     @property
     def answers(self) -> tuple[Any, ...]:
-        """The answers about the batch, and the shapes of what it gives, for which the program was written."""
+        """The answers about the batch, and the shapes computed from it, for which the program was written."""
         return tuple(one.answer for one in self.instructions if one.kind in ("glue", "question"))
 
     def lean(self) -> FlatProgram:
-        """Return the program without instructions that only make a tensor for an earlier stage (``torch.arange``)."""
+        """Return the program without instructions that only make tensors for other stages (``torch.arange``)."""
         needed = {*slots_in(self.sent), *slots_in((self.result,))}
         instructions: list[Instruction] = []
         dropped: list[list[int]] = []
@@ -251,7 +254,7 @@ class FlatProgram:
             runner: executes its nodes.
         Raises:
             OtherAnswer: the batch gives another answer.
-            OtherForm: a node, or an operation on the batch behind one, returns something of another form.
+            OtherForm: a node, or an instruction after nodes, logs or writes, returns something of another form.
         """
         slots: list[Any] = [None] * self.num_slots
         own: list[Entry] = []
@@ -285,7 +288,7 @@ class FlatProgram:
                     raise self._other_form(instruction, bool(own))
             for slot, tensor in zip(instruction.made, made, strict=True):
                 held = slots[slot]
-                if held is not None and held is not tensor:  # it was the same tensor as one before
+                if held is not None and held is not tensor:  # when written, this tensor was the same as an earlier one
                     raise self._other_form(instruction, bool(own))
                 slots[slot] = tensor
             for slot in dropped:
@@ -295,12 +298,12 @@ class FlatProgram:
         return Replayed(fill(self.result, slots), sent, entries, attested=self.attested)
 
     def _other_form(self, instruction: Instruction, nodes_have_run: bool) -> Exception:
-        """Return the error for an instruction that has given something of another form."""
+        """Return the error for an instruction that has returned something of another form."""
         leaves = self._leaves_something(until=instruction)
         return OtherForm(instruction, leaves) if nodes_have_run or leaves else OtherAnswer()
 
     def _leaves_something(self, until: Instruction) -> bool:
-        """Return whether the instructions up to one of them log, or change tensors that are not their own."""
+        """Return whether the instructions up to this one log, or change tensors in place."""
         for one in self.instructions:
             if one.kind == "observe" or (one.node is not None and (one.node.writes or one.node.changes)):
                 return True
@@ -310,7 +313,7 @@ class FlatProgram:
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> Any:
-    """Return what an instruction returns that is not a node."""
+    """Execute an instruction that is not a node, and return its result."""
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
     elif instruction.module is not None:
@@ -323,9 +326,10 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
 
 
 def _free_form(kind: InstructionKind, module: nn.Module | None, result: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the form of what a free function or unit, or a call that looks at values, has returned.
+    """Return the form of what a free function, a free unit, or a call that looks at values has returned.
 
-    Of one tensor by a function that is its shape. Shapes of what metrics return may depend on numbers.
+    For one tensor from a function this is its shape. What metrics return is described without its tensors, whose
+    shapes may depend on numbers.
     """
     if kind == "observe":
         return _form(result, ())
@@ -355,14 +359,14 @@ def _is_tensor(template: Any) -> bool:
 
 
 def form_of(outcome: OperationResult) -> Any:
-    """Return what a step can read of a node's result besides the numbers of tensors: it may do otherwise then."""
+    """Return everything in a node's result, except the numbers of tensors, on which the step's Python may branch."""
     if outcome.parcel is not None:
         return list(map(description, outcome.tensors)), outcome.parcel.content
     return _form(outcome.result, outcome.tensors)
 
 
 def _form(result: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return what can be read of a result, and of the tensors in it, besides the numbers of these."""
+    """Return the structure of a result, the descriptions of its tensors, and its other leaves."""
     looks = list(map(description, tensors))
     if type(result) is Tensor:
         return looks
@@ -371,23 +375,23 @@ def _form(result: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that a program depends on, and descriptions for later stages."""
+    """Return the properties of a tensor on which a program, and the descriptions for later stages, depend."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.device, tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad, stride
 
 
-# -- writing: a writer is told what a stage does while the stage follows a step -------------------------------------
+# -- writing: a stage reports to a writer what it does while it follows a step -------------------------------------
 
 
 Told = TypeVar("Told", bound=Callable[..., None])
 
 
 class Unwritable(Exception):
-    """An error that says why a step cannot be written down."""
+    """A step cannot be written down as a program; the message says why."""
 
 
 def _writing(method: Told) -> Told:
-    """Let a method do nothing once it is known that there can be no program; it may raise :class:`Unwritable`."""
+    """Decorate a method of the writer: skip it if there can be no program, and refuse if it raises ``Unwritable``."""
 
     @functools.wraps(method)
     def told(writer: ProgramWriter, *args: Any, **kwargs: Any) -> None:
@@ -428,13 +432,13 @@ class ProgramWriter:
     _after: dict[int, bytes] = field(default_factory=dict)
     _instructions: list[Instruction] = field(default_factory=list)
     _slots: KnownTensors[int] = field(default_factory=KnownTensors)
-    _memory: dict[int, int] = field(default_factory=dict)  # of the tensor in a slot
+    _memory: dict[int, int] = field(default_factory=dict)  # slot -> address of its tensor
     _num_slots: int = 0
     _given: tuple[int, ...] = ()
     _began_in: tuple[Any, ...] = ()
 
     def refuse(self, why: str) -> None:
-        """Note that there can be no program; the first reason counts."""
+        """Note why there can be no program; the first reason is kept."""
         self.why_not, self.program = self.why_not or why, None
         self._instructions.clear()
 
@@ -446,10 +450,10 @@ class ProgramWriter:
 
     @contextlib.contextmanager
     def checked(self, inside: Callable[[], bool]) -> Iterator[None]:
-        """Run the step within this context, and check its Python for side effects if that is wanted.
+        """Run the step within this context, and check its Python for side effects if ``checks_purity``.
 
         Args:
-            inside: return whether a unit is running.
+            inside: returns whether a unit is running.
         """
         if not self.checks_purity:
             yield
@@ -487,7 +491,7 @@ class ProgramWriter:
             return  # its result is absent too
         if not isinstance(result, Tensor) and not tree.tensors(result):
             if tensors and result is not None and not _is_plain(result):
-                raise Unwritable(f"{name}() gives the step something else than tensors")
+                raise Unwritable(f"{name}() returns something else than tensors")
             if tensors:
                 is_glue = result is None
                 answer = _free_form("glue", None, None, ()) if is_glue else result
@@ -498,7 +502,7 @@ class ProgramWriter:
 
     @_writing
     def begin_node(self, operation: Operation) -> None:
-        """Note a node's arguments before it is executed, while they hold what the node is given."""
+        """Note a node's arguments before it is executed, since it may change them."""
         self._arguments = self._templates(operation.args, operation.kwargs, objects=True)
 
     @_writing
@@ -506,7 +510,7 @@ class ProgramWriter:
         """Note a node that was executed here.
 
         Args:
-            separated: whether it returns a view of an argument.
+            separated: whether views replaced arguments in its result, see :meth:`OperationResult.separated`.
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
             raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
@@ -535,7 +539,7 @@ class ProgramWriter:
 
     @_writing
     def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        """Note a call that has looked at values."""
+        """Note a call that only looked at values."""
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
             raise Unwritable(f"{function_name(run)}() tells the step numbers")
         self._write("observe", run, args, kwargs, result, answer=_free_form("observe", None, result, ()))
@@ -555,7 +559,7 @@ class ProgramWriter:
         # skipped calls matter only for the random streams of modules that are called here as well
         called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
-        # instructions on the batch come first, so that a surprise comes before any side effect
+        # instructions on the batch come first, so that other answers are found before any side effect
         if any(one.kind in ("glue", "question") for one in instructions):
             if not (any(one.node is not None and one.node.writes for one in instructions) or self._overwrites()):
                 instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
@@ -587,7 +591,7 @@ class ProgramWriter:
         module: nn.Module | None = None,
         **more: Any,
     ) -> None:
-        """Append an instruction; the arguments of a node have been noted before it was executed."""
+        """Append an instruction. The arguments of a node were noted by :meth:`begin_node`."""
         if modes(self.context.device) != self._began_in:
             what = more.get("node", function_name(run))
             raise Unwritable(f"{what} runs in another mode than the step begins in")
@@ -634,7 +638,7 @@ class ProgramWriter:
         return self._of_object(item)
 
     def _of_object(self, item: Any) -> TensorSlot:
-        """Return a slot for an object that is made anew for each micro-batch, as it is when a unit first takes it."""
+        """Return the slot of an object, which is made anew for each micro-batch as it was when a unit first took it."""
         known = self._objects.get(id(item))
         if known is not None:
             if self.checks_purity and self._after.get(known[0]) != self._pickled(item)[0]:
@@ -651,7 +655,7 @@ class ProgramWriter:
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
-        """Return a pickled object without the tensors in it, and templates of these."""
+        """Pickle an object without the tensors in it; return the bytes and templates of the tensors."""
         try:
             data, tensors = self.context.packer.pickled(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -671,12 +675,12 @@ class ProgramWriter:
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
 
 
-# A writer that is told of a step which need not be written down; it never asks its context.
-UNUSED = ProgramWriter(nn.Module(), cast(Any, None), False, why_not="nobody needs a program of it")
+# The writer for a step that is not written down; it ignores all calls and never uses its context.
+UNUSED = ProgramWriter(nn.Module(), cast(Any, None), False, why_not="no program of it is needed")
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:
-    """Return templates of the tensors that modules hold, by their ids."""
+    """Return the templates of the tensors that modules hold, by ids of the tensors."""
     found: dict[int, Any] = {}
     for part in module.modules():
         for held in vars(part).values():
@@ -707,7 +711,7 @@ def _is_sized_by_numbers(operation: Operation) -> bool:
 
 
 def _is_alike(leaf: Any) -> bool:
-    """Return whether a leaf of a node's result is the same for each micro-batch, or a tensor."""
+    """Return whether a leaf of a node's result is a tensor, or None, which is the same for each micro-batch."""
     return leaf is None or isinstance(leaf, Tensor)
 
 

@@ -1,7 +1,8 @@
-"""Effects that a step begins to have after it was captured, on attributes and objects of which stages have copies.
+"""Detect effects that a step begins to have after it was captured, on attributes and objects that stages copy.
 
-The first micro-batch shows what a step assigns and changes, and the cuts allow for that. What it begins to do later
-(``if self.global_step >= 1000: self.drop.p = 0.5``) is harmless where all stages do it that read it.
+Capture shows what a step assigns and changes on the first micro-batch, and the cuts allow for that. A change that it
+begins to make later (``if self.global_step >= 1000: self.drop.p = 0.5``) is harmless if all stages that read it make
+it. Otherwise it is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step 
 
 
 class LateEffects:
-    """One kind of effects that the captured step did not have, looked for at three moments of a stage's forward.
+    """A check for one kind of late effects, made at three moments of a stage's forward.
 
     ::
 
@@ -47,11 +48,11 @@ class LateEffects:
     Args:
         program: program of the stage.
         module: the whole module.
-        repeats: whether an earlier stage of this process has run the code before this stage's part.
+        repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
     Attributes:
-        learns: what shows, after the captured step, which effects are not late: ``"nothing"``, the first
-            ``"forward"``, or the whole first ``"iteration"``.
+        learns: period after the capture in which effects are not reported yet, since they are not late:
+            ``"nothing"``, the first ``"forward"``, or the whole first ``"iteration"``.
     """
 
     learns: ClassVar[Literal["nothing", "forward", "iteration"]] = "forward"
@@ -67,18 +68,18 @@ class LateEffects:
         """Begin a forward."""
 
     def begin_part(self) -> str | None:
-        """Begin this stage's part of it; return a description of an effect that came before; None: there was none."""
+        """Begin this stage's part of the forward; return a description of an effect before it, or None."""
         return None
 
     def end(self) -> str | None:
-        """End the forward; return a description of an effect in it; None: there was none."""
+        """End the forward; return a description of an effect in it, or None."""
         return None
 
     def check(self, late: str | None) -> None:
         """Raise an error if there is a description of a late effect.
 
         Raises:
-            StepChangedError: there is.
+            StepChangedError: ``late`` is not None.
         """
         if late is not None:
             raise StepChangedError(f"{self._program.graph.step} {late}")
@@ -95,10 +96,10 @@ class LateEffects:
 
 
 class LateAssignments(LateEffects):
-    """The assignments of attributes by code between units that the captured step did not make.
+    """A check for assignments of attributes by code between units that the captured step did not make.
 
-    One of a module that is not a submodule, but in a list, is described once. It needs to have had the attribute: the
-    first ones of a module that the step makes (a loss, a parametrization) are that stage's own.
+    Modules that are no submodules are included, such as those in a list, but each of their attributes is reported only
+    once, and only if it existed before: a module that the step makes (a loss, a parametrization) is the stage's own.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
@@ -107,19 +108,22 @@ class LateAssignments(LateEffects):
         self._known = {*graph.assigned_between, *graph.set_back, *graph.changed_by_units}
         self._read = {key for key, position in graph.reads.items() if position < program.start}
         self._paths: dict[int, str] = {}
-        self._has_walked = False  # whether paths have been looked up in this forward
+        self._has_walked = False  # whether paths were looked up in this forward
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
         self._asked: Attestation | None = None
-        self._described: set[tuple[int, str]] = set()  # of modules that are no submodules
+        self._described: set[tuple[int, str]] = set()  # reported attributes of modules that are no submodules
 
     def begin(self) -> None:
         self._noted, self._asked, self._has_walked = {}, None, False
 
     def note(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
-        """Note that an attribute is about to be assigned, before the stage's part of the step or in it.
+        """Note that an attribute is about to be assigned.
 
         Args:
-            asked: knows how the tensors of this forward were made.
+            module: the module.
+            name: name of the attribute.
+            before: whether this is before the stage's part of the step.
+            asked: record of how the tensors of this forward were made.
         """
         own, place = vars(module), (id(module), name, before)
         if not self._program.start or place in self._noted or (before and not self._repeats):
@@ -151,7 +155,7 @@ class LateAssignments(LateEffects):
         return None
 
     def _is_made_again(self, old: Tensor, now: Tensor, before: bool) -> bool:
-        """Return whether a tensor is a larger table, or one that each stage makes alike, such as a mask."""
+        """Return whether a tensor has another size than the old one, or each stage makes it in the same way, as a mask."""
         if old.shape != now.shape:
             return True
         is_from_last = self._asked is not None and self._asked.is_of_held(now)
@@ -159,7 +163,7 @@ class LateAssignments(LateEffects):
 
 
 class SharedObjects(LateEffects):
-    """The changes of objects that units of this stage and of others hold or name, other than by new items of a dict."""
+    """A check for changes, other than new items of a dict, of objects that units of this and other stages both use."""
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -176,7 +180,7 @@ class SharedObjects(LateEffects):
 
     def begin_part(self) -> str | None:
         if not self._repeats:
-            self.begin()  # what code before has changed, every process has
+            self.begin()  # every process runs the code before, and has its changes
         return None
 
     def end(self) -> str | None:
@@ -197,12 +201,12 @@ class SharedObjects(LateEffects):
 
 
 class LateChanges(LateEffects):
-    """The changes by code between units of objects, tensors and variables that the captured step did not change.
+    """A check for changes by code between units of what the captured step did not change: objects, tensors, variables.
 
-    A change is described once.
+    For each attribute or variable, a change is reported once.
     """
 
-    learns = "iteration"  # micro-batches may take turns in what they change and put back
+    learns = "iteration"  # what one micro-batch changes, another may change back
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -210,7 +214,7 @@ class LateChanges(LateEffects):
         changed = {*graph.changed_between, *graph.changed_by_units, *graph.written_tensors, *graph.set_back}
         self._known = list(variables(module, changed).values())
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
-        metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
+        metrics = {path for path, m in between.items() if _is_metric(m)}  # only the last stage updates them
         if repeats:
             keys = {*attributes_of(between), *(("", name) for name in outside(module))}
         else:
@@ -220,7 +224,7 @@ class LateChanges(LateEffects):
         self._attributes = {
             (id(module.get_submodule(path)), name) for path, name in self._roots if path or not name.startswith(KINDS)
         }
-        self._held: list[Any] | None = None  # what may change of them; None: to be looked up
+        self._held: list[Any] | None = None  # their objects that may change; None: to be looked up
         self._before: Snapshot | None = None
 
     def begin_iteration(self) -> None:
@@ -240,7 +244,7 @@ class LateChanges(LateEffects):
         """Return the objects that the attributes hold now and that may change, and the variables outside of modules."""
         held: list[Any] = []
         for (path, name), root in self._roots.items():
-            if not path and name.startswith(KINDS):  # an assignment of an attribute is seen when it happens
+            if not path and name.startswith(KINDS):  # assignments of attributes are noted as they happen
                 held.append(root)
             held += (one for one in root.state().values() if not is_constant(one))
         return held
@@ -249,7 +253,7 @@ class LateChanges(LateEffects):
         if self._repeats:
             found = self._changed()
             return found and self._again(found)
-        self.begin()  # what code before has changed, every process has
+        self.begin()  # every process runs the code before, and has its changes
         return None
 
     def end(self) -> str | None:
@@ -271,10 +275,11 @@ class LateChanges(LateEffects):
 
 
 class LateHooks(LateEffects):
-    """The hooks of modules that code between units registers, and that the captured step did not register.
+    """A check for hooks of modules that code between units registers, and that the captured step did not register.
 
-    A stage that leaves the step before ``handle.remove()`` keeps a hook, and the next one registers another. Where a
-    stage repeats nothing of an earlier one, each process has it once. A hook is described once.
+    A stage that leaves the step before ``handle.remove()`` keeps the hook, and the next stage of the process registers
+    another one. Without such a next stage each process has the hook once, which is an error only on units of earlier
+    stages. Only one hook is reported.
     """
 
     learns = "iteration"
@@ -308,14 +313,14 @@ class LateHooks(LateEffects):
 
 
 class LateItems(LateEffects):
-    """The items that a step takes from iterators that outlive it, which nobody can put back."""
+    """A check for items that a step takes from iterators that outlive it; these cannot be put back."""
 
     learns = "nothing"
 
     def begin(self) -> None:
         held = {}
         for key in self._program.graph.iterators:
-            with contextlib.suppress(KeyError, AttributeError):  # only rank 0 may have what leads there
+            with contextlib.suppress(KeyError, AttributeError):  # the objects that lead there may exist on rank 0 only
                 held[key] = variable(self._module, *key)
         self._iterators = Iterators(held) if held else None
 
@@ -330,9 +335,10 @@ class LateItems(LateEffects):
 
 
 class LateBuffers(LateEffects):
-    """The changes of buffers of which other stages have copies, other than by one of another size, as a larger table.
+    """A check for changes of buffers of which other stages have copies; a buffer of another size may replace one.
 
-    Code between units of a stage that is not the last one must not change any, nor must units that several stages call.
+    Except on the last stage, code between units must not change any buffer. Units that several stages call must not
+    change theirs.
     """
 
     learns = "nothing"
@@ -410,14 +416,14 @@ class LateBuffers(LateEffects):
 
 
 class ReadState:
-    """What code between units reads of modules' attributes, as far as units can change it.
+    """The attributes of modules that code between units reads, and the objects in them that units can change.
 
-    The operations of a micro-batch may be repeated for another one only if that reads the same.
+    A program that was written for one micro-batch may run for another one only if it would read the same.
 
     Args:
         program: program of the stage.
         module: the whole module.
-        in_part: whether only reads count that come after the stage has begun its part of the step.
+        in_part: whether only reads after the first node of the stage count.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, in_part: bool = False) -> None:
@@ -431,7 +437,7 @@ class ReadState:
     def _now(self) -> dict[str, Any]:
         held = {name: own.get(key) for name, (own, key) in self._read.items()}
         shapes = {f"{name}.shape": str(value.shape) for name, value in held.items() if isinstance(value, Tensor)}
-        # a tensor is a constant of a program; it may hold activations, and is not kept alive
+        # a program holds tensors as constants; they may be activations, so they are not kept alive here
         held |= {name: weakref.ref(value) for name, value in held.items() if isinstance(value, Tensor)}
         return held | shapes
 
@@ -441,7 +447,7 @@ class ReadState:
         self._objects.follow([obj for obj, *_ in self._objects.modified()])
 
     def changed(self) -> str | None:
-        """Return a description of what has changed since the state was noted; None: nothing has."""
+        """Return a description of something that has changed since the state was noted, or None."""
         for name, value in self._now().items():
             if not _is_equal(self._values.get(name), value):
                 return f"'{name}'"
@@ -457,7 +463,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
-    """Yield what the attributes of units hold, and the variables that their code names."""
+    """Yield the objects in attributes of units, and the variables that the units' code refers to."""
     together = nn.ModuleList(map(module.get_submodule, units))
     yield from attributes_of(dict(together.named_modules())).values()
     if named := outside(module):
@@ -465,7 +471,7 @@ def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
 
 
 def _only_grew(before: ObjectState, now: ObjectState) -> bool:
-    """Return whether an object differs only by further attributes, further items of a dict, and equal numbers."""
+    """Return whether the only changes of an object are new attributes, new dict items, and values equal to the old."""
     old, new = _named(before), _named(now)
     names = now.changed_names(before)
     return names is not None and not any(name in old and not _is_equal(old[name], new.get(name)) for name in names)

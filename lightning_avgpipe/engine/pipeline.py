@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline that this process hosts, wired to their neighbours, for every step function."""
+"""Run the stages of pipelines that this process hosts, connected to their neighbours, for every step function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.tied import TiedParameters, parameters_of, users_of_parameters
 
-_MOST_AHEAD = 1  # iterations that the host queues before the device has ended them
+_MOST_AHEAD = 1  # most iterations that the host has queued and the device has not ended
 
 
 class StepPart:
@@ -40,7 +40,7 @@ class StepPart:
 
     Attributes:
         leaves: rank -> names of the tensors of a batch that the process needs in addition.
-        own: own attributes of further stages that run here.
+        own: attributes of further stages that run here.
     """
 
     leaves: Mapping[int, frozenset[str]] = {}
@@ -50,8 +50,8 @@ class StepPart:
         """Begin an iteration on a lane, before it expects messages."""
 
 
-# Make the parts of each step, given the step, the whole module and the cluster; registered by packages in ``systems``.
-# Each may raise a ConfigurationError.
+# Functions that make the parts of a step from the step, the whole module and the cluster; registered by packages in
+# ``systems``. Each may raise a ConfigurationError.
 PARTS: list[Callable[[LoadedStep, nn.Module, Cluster], StepPart]] = []
 
 
@@ -62,15 +62,15 @@ class LoadedStep:
     Attributes:
         graph: call graph of the step.
         cuts: positions of the K-1 cuts.
-        programs: parts of the step function of all stages.
+        programs: programs of all stages.
         stages: stages of this process.
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
-        trained: record of the stages that have nothing to train.
+        trained: the parameters that are trained, by which stages may have nothing to train.
         shortcut: kept outputs of the first nodes; None: none are kept.
-        of_units: attributes that units of all stages change.
+        of_units: values of the attributes that units of any stage change.
         relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-        wires: formats in which values and gradients travel on each hop, shape ``(K-1,)``; empty: as they are.
+        wires: format in which values and gradients are sent on each hop, shape ``(K-1,)``; empty: unchanged.
         parts: what systems add to the step.
     """
 
@@ -89,7 +89,7 @@ class LoadedStep:
 
     @property
     def own(self) -> list[OwnAttributes]:
-        """The own attributes of each stage: of further stages first, then of the stages here, last of all units."""
+        """The attribute values of further stages, then of the stages of this process, then those that units change."""
         further = (own for part in self.parts for own in part.own)
         return [*further, *(stage.module.attributes for stage in self.stages), self.of_units]
 
@@ -99,10 +99,10 @@ class Outcome:
     """The results of one iteration of a pipeline in this process.
 
     Attributes:
-        results: on a process of the last stage the step's result for each micro-batch, None for those of other
+        results: on a process of the last stage, the step's result for each micro-batch, with None for those of other
             replicas; None on other processes.
-        skipped: micro-batches that were to train and have no loss, the same on every process that has them.
-        count: number of micro-batches of this process.
+        skipped: micro-batches that should have trained and have no loss; every process that runs them has the same.
+        count: number of micro-batches that this process has run.
     """
 
     results: list[Any] | None
@@ -117,18 +117,18 @@ class Pipeline:
         cluster: cluster of the processes; its channels are open.
         module: the whole module.
         execution: options for the execution of units.
-        number: number n, 0-based.
-        place: put this pipeline's model into the module; None: it is there all the time.
+        number: number n of the pipeline, 0-based.
+        place: puts this pipeline's model into the module; None: it is always there.
         foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use all tensors.
-        weights: step function -> store of the versions of the weights that its actions use; other steps use one
-            version.
+        weights: name of a step function -> store of the versions of the weights that its actions use; other steps use
+            one version.
 
     Attributes:
         cluster: as given.
         number: as given.
         steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
-        shortcut: makes the shortcut of a step whose plan has kept outputs; None: none are kept.
+        shortcut: makes the shortcut of a step if outputs of its first nodes are kept; None: none are kept.
         stream: stream on which it trains; None: the current one.
     """
 
@@ -173,7 +173,7 @@ class Pipeline:
             cuts: positions of the K-1 cuts.
             kept: number of nodes, from the first, whose outputs are kept.
             relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-            wires: format of values and gradients on each link between stages; empty: as they are.
+            wires: format in which values and gradients are sent on each hop; empty: unchanged.
         Raises:
             ConfigurationError: a system cannot run the step.
         """
@@ -216,7 +216,7 @@ class Pipeline:
         self.steps[graph.step] = replace(loaded, parts=parts)
 
     def _leaves(self, programs: Sequence[StageProgram], shortcut: Shortcut | None) -> dict[int, frozenset[str]]:
-        """Return rank -> names of the tensors of a batch that the process needs."""
+        """Return for each rank the names of the tensors of a batch that the process needs."""
         stage_map = self.cluster.stage_map
         leaves = {
             rank: frozenset().union(*(programs[k].leaves for k in stage_map.stages(rank)))
@@ -232,7 +232,7 @@ class Pipeline:
         self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wires=loaded.wires)
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
-        """Return the names of the batch's tensors that a process needs for a step; None if unknown: it needs all."""
+        """Return the names of the batch's tensors that a process needs for a step; None if unknown: it gets all."""
         loaded = self.steps.get(step)
         if loaded is None or leaf_names(batch) != tuple(leaf.name for leaf in loaded.graph.leaves):
             return None
@@ -244,7 +244,7 @@ class Pipeline:
             self.steps[step] = replace(self.steps[step], leaves={})
 
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
-        """Return ``(path, name)`` of the attributes that step functions read on other processes than the last."""
+        """Return ``(path, name)`` of the attributes that step functions read on stages before the last one."""
         steps = [loaded for loaded in self.steps.values() if loaded.cuts]
         reads = ((loaded.cuts[-1], *read) for loaded in steps for read in loaded.graph.reads.items())
         return frozenset(key for last, key, position in reads if position <= last)
@@ -253,7 +253,7 @@ class Pipeline:
         """Return the lanes of this process, ready to begin an iteration.
 
         Raises:
-            ScheduleError: the schedule relays values past stages for which the step was not loaded so.
+            ScheduleError: the schedule relays values past stages that were not loaded for this.
         """
         loaded, lanes = self.steps[step], []
         if strange := schedule.relays - loaded.relays:
@@ -290,24 +290,24 @@ class Pipeline:
         return lanes
 
     def _wire(self, loaded: LoadedStep, hop: int) -> Format | None:
-        """Return the format in which values and gradients travel on a hop; None: as they are, or within a process."""
+        """Return the format in which values and gradients are sent on a hop; None: unchanged, as within a process."""
         if not 0 <= hop < len(loaded.wires):
             return None
         owner = self.cluster.stage_map.owner
         return loaded.wires[hop] if owner(hop) != owner(hop + 1) else None
 
     def end(self) -> None:
-        """Make the current stream wait for the pipeline's, after an iteration that has ended, also by an error."""
+        """Make the current stream wait for the pipeline's stream after an iteration, also if it ended by an error."""
         if self.stream is not None:
             self.stream.end()
         if self.stream is not None or self.cluster.group.world_size > 1:
             self._ends.append(port_of(self.cluster.device).event())
 
     def _wait_for_device(self) -> None:
-        """Wait until the device has come so far that the host is at most ``_MOST_AHEAD`` iterations ahead.
+        """Wait until the host is at most ``_MOST_AHEAD`` iterations ahead of the device.
 
-        What streams pass to each other, as messages are, is freed when the device has used it. So the memory that they
-        hold grows with what the host has queued.
+        Tensors that streams pass to each other, such as messages, are freed when the device has used them. So the
+        memory that they occupy grows with the work that the host has queued.
         """
         while len(self._ends) > _MOST_AHEAD:
             if (end := self._ends.popleft()) is not None:  # None on a device without streams
@@ -333,9 +333,9 @@ class Engine:
         cluster: cluster of the pipelines.
         step: name of the step function, which the pipelines have loaded.
         observers: observers of the iterations, each within those before it.
-        rolls: whether each pipeline begins its next iteration when it has ended one here, so that pipelines are in
-            iterations that differ by at most one. A step that changes attributes cannot be run so: pipelines would see
-            each other's values.
+        rolls: whether a pipeline begins its next iteration as soon as it has ended one here, so that the iterations of
+            pipelines differ by at most one. This is not for steps that change attributes: pipelines would see each
+            other's values.
     """
 
     def __init__(self, cluster: Cluster, step: str, observers: Iterable[Observer] = (), rolls: bool = False) -> None:
@@ -376,7 +376,7 @@ class Engine:
             self._begun[pipeline.number] = pipeline, schedule, lanes
 
     def finish(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Run actions of all pipelines until the iterations of some have ended here; return the outcomes of these."""
+        """Run actions of all pipelines until the iterations of these have ended here; return their outcomes."""
         ending = [self._begun[n] for n in numbers]
         own = [lane for _, _, lanes in ending for lane in lanes]
         self.run_until(lambda: not any(lane.actions for lane in own))
@@ -391,10 +391,10 @@ class Engine:
         return outcomes
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Run what can run here of the iterations that have begun, until something is over or nothing is left.
+        """Run actions of all iterations that have begun, until ``over()`` is true or no action is left.
 
         Args:
-            over: return whether it is over; asked between two actions, and when anything arrives.
+            over: called between two actions, and when anything arrives.
         """
         lanes = [lane for _, _, lanes in self._begun.values() for lane in lanes]
         with intercepting():
@@ -435,7 +435,7 @@ def run_together(
 
 
 def clear(lanes: Sequence[Lane], channels: bool = True) -> None:
-    """Drop all that is left of an iteration that has ended, also by an error.
+    """Drop everything that is left of an iteration that has ended, also by an error.
 
     Args:
         lanes: lanes of the iteration.

@@ -266,8 +266,8 @@ class _Replayer(StepTracer):
             return
         raise StepChangedError(
             f"{operation} at {source_line()} uses the parameter '{min(trained - program.own)}' on stage "
-            f"{program.stage}, which {program.graph.step} did not when it was captured, so that its gradient "
-            "from this stage would be lost. Use it in the first batch too (times zero), or keep it in a ParameterList or "
+            f"{program.stage}, which {program.graph.step} did not when it was captured, so that its gradient from this "
+            "stage would be lost. Use it in the first batch too (times zero), or keep it in a ParameterList or "
             "ParameterDict beside one that is used there"
         )
 

@@ -4,10 +4,11 @@
 
     (Tensor[8, 3], Tensor[8])                      8 samples: both tensors are split
     (8 x Tensor[3, h, w], 8 x {"boxes": ...})      8 samples: both lists are split
-    {"ids": Tensor[8, t], "positions": [1, t]}     8 samples, if the dataloader says so: the second one is repeated
-    (Tensor[t, 8, f], Tensor[t, 8])                refused: the dataloader makes batches of 8 samples
+    {"ids": Tensor[8, t], "positions": [1, t]}     8 samples, if this is the dataloader's batch size: the second
+                                                   tensor is repeated
+    (Tensor[t, 8, f], Tensor[t, 8])                refused, if the dataloader's batch size is 8: time comes first
 
-The batch size of the dataloader decides if it is known. Otherwise the leaves must agree.
+If the batch size of the dataloader is known, it decides. Otherwise the leaves must agree.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ WAY_OUT = (
     "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
     "split_batch=...; it returns a list of at most num_microbatches smaller batches"
 )
-_NAMES_PER_SIZE = 4  # in messages
-_LONGEST = 80  # characters of a value that messages show
+_NAMES_PER_SIZE = 4  # most names of leaves per size in messages
+_LONGEST = 80  # most characters of a value in messages
 _RECORD = 3  # most elements of a list of tensors that counts as a record (input, target, weight), not as samples
-# Types that are the same for all samples; anything else that is not a container may hold samples.
+# Types of leaves that hold for all samples; any other leaf may hold samples.
 _CONSTANTS = (
     *(NoneType, bool, int, float, complex, str, bytes, Enum, type, np.generic, torch.dtype, torch.device, torch.Size),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, range, slice),
@@ -47,12 +48,12 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """The dataloader's information about its batches.
+    """What is known about batches from their dataloader.
 
     Attributes:
-        size: samples of a batch, of which some may have fewer; None if unknown.
-        stacked: whether torch's own collation put the samples into dimension 0 of every tensor.
-        changed: whether hooks of the user may have changed the batches since.
+        size: batch size, which some batches may not reach; None if unknown.
+        stacked: whether torch's ``default_collate`` put the samples into dimension 0 of every tensor.
+        changed: whether hooks of the user may have changed the batches since then.
     """
 
     size: int | None = None
@@ -62,13 +63,13 @@ class Expected:
 
 @dataclass
 class Seen:
-    """Findings about earlier batches of the same source, which decide if a later one is ambiguous.
+    """Findings about earlier batches of the same source, which decide how an ambiguous later one is read.
 
     Attributes:
         lists: name -> whether the list holds one element per sample.
-        settled: whether a full batch had its samples in dimension 0, and could not have had them in another.
-        refusal: reason why the first batch could not be split; later batches are refused too.
-        began: whether any batch has been looked at.
+        settled: whether a full batch had its samples in dimension 0, and clearly in no other.
+        refusal: reason why the first batch could not be split; later batches are refused for the same reason.
+        began: whether any batch has been read.
     """
 
     lists: dict[str, bool] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layout:
-    """The way in which a batch, or a part of it, is split.
+    """A description of how a batch, or a part of it, is split.
 
     Attributes:
         kind: ``"split"`` along dimension 0 or by elements, ``"repeat"`` for all parts, or ``"inside"``: a container.
@@ -103,7 +104,7 @@ class Layout:
         return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def split(self, node: Any) -> Iterator[Any]:
-        """Yield the parts of a batch that are split."""
+        """Yield the tensors and lists of a batch that are split."""
         if self.kind == "split":
             yield node
         elif self.kind == "inside":
@@ -121,13 +122,13 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
 
     Args:
         batch: any tree.
-        expected: information of the batch's dataloader.
+        expected: what is known about the batch from its dataloader.
         seen: findings about earlier batches; this batch adds to them.
     Returns:
-        The number of samples, and how they are split; None if there is nothing that may hold samples.
+        The number of samples, and how they are split; None if nothing in the batch can be split.
     Raises:
-        BatchError: tensors disagree about the number of samples, a list or a tensor may be read in two ways, or there
-            is an object of which nothing is known. Names the leaves.
+        BatchError: tensors disagree about the number of samples, a list or a tensor may be read in two ways, or an
+            object may hold samples that cannot be taken out. The message names the leaves.
     """
     seen = Seen() if seen is None else seen
     if seen.refusal is not None:
@@ -190,7 +191,7 @@ class _Reader:
         """Return how a part of the batch is split.
 
         Raises:
-            BatchError: it is no part of n samples, or is ambiguous.
+            BatchError: it does not hold n samples, or is ambiguous.
         """
         kind = _kind(node)
         if kind == "array":
@@ -207,7 +208,7 @@ class _Reader:
         if array.shape[0] == self._n:
             return Layout("split")
         shared = array.shape[0] == 1 and self._expected.size is not None
-        if shared and not (array.ndim > 1 and array.shape[1] == self._n):  # broadcast over the samples
+        if shared and not (array.ndim > 1 and array.shape[1] == self._n):  # it is broadcast over the samples
             return Layout("repeat")
         raise BatchError(f"{name} {tuple(array.shape)}")
 
@@ -253,7 +254,7 @@ class _Reader:
 
 
 def _candidates(batch: Any, size: int | None) -> list[int]:
-    """Return possible sizes of a batch: the dataloader's, or those of dimension 0 and of lists, the largest first."""
+    """Return possible numbers of samples: the dataloader's batch size, and smaller lengths of tensors and lists."""
     if not _arrays(batch):
         sizes = {len(column) for column in _columns(batch)}
         return [size] if size in sizes else list(sizes) if len(sizes) == 1 else []
@@ -275,7 +276,7 @@ def _sizes(node: Any) -> Iterator[int]:
 
 
 def _columns(batch: Any) -> Iterator[Sequence[Any]]:
-    """Find the plain lists of a batch without tensors, and tuples that contain no further lists, tuples or dicts.
+    """Yield the lists of a batch without tensors, and its tuples without containers, which may hold one per sample.
 
     ``["a", "b"]`` and ``[("a", 0), ("b", 1)]`` are two samples. ``(("a", "b"), (0, 1))`` are two columns, as
     ``zip(*samples)`` makes them.
@@ -292,7 +293,7 @@ def _columns(batch: Any) -> Iterator[Sequence[Any]]:
 
 
 def _chosen(batch: Any, sizes: Sequence[int], size: int | None) -> int:
-    """Return one of several possible sizes: if tensors agree, a short list around them counts as a record."""
+    """Choose one of several possible sizes: if all tensors agree, a short list around them counts as a record."""
     agreed = {int(tensor.shape[0]) for _, tensor in _arrays(batch)}
     if len(agreed) == 1 and type(batch) in (list, tuple) and len(batch) <= _RECORD:
         (n,) = agreed
@@ -308,7 +309,7 @@ def _chosen(batch: Any, sizes: Sequence[int], size: int | None) -> int:
 
 
 def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
-    """Check that tensors are not time-major, as when all have the dataloader's size in dimension 1."""
+    """Check that tensors are not time-major: that not all of them have the dataloader's batch size in dimension 1."""
     if all(
         isinstance(node, (Tensor, np.ndarray)) and node.ndim > 1 and node.shape[1] == size for node in read.split(batch)
     ):
@@ -320,7 +321,7 @@ def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
 
 
 def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
-    """Check that unknown objects are elements of a list of samples, not next to it."""
+    """Check that no object that may hold samples would be repeated for all micro-batches."""
     if read.kind == "inside":
         for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):
             _check_repeated(child, layout_, below, seen)
@@ -334,9 +335,9 @@ def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
 
 
 def _kind(node: Any) -> Literal["array", "constant", "container", "opaque"]:
-    """Return what a node is.
+    """Return the kind of a node of a batch.
 
-    A leaf is opaque if it may hold samples that cannot be taken out: packed, nested or sparse tensors, or objects.
+    A leaf is opaque if it may hold samples that cannot be taken out: a packed, nested or sparse tensor, or an object.
     """
     if isinstance(node, (Tensor, np.ndarray)):
         return "array" if isinstance(node, np.ndarray) or is_strided(node) else "opaque"
@@ -361,12 +362,12 @@ def _leaves(node: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _arrays(batch: Any) -> list[tuple[str, Any]]:
-    """Return the arrays with dimensions, by name."""
+    """Return ``(name, array)`` of all tensors and arrays that have dimensions."""
     return [(name, leaf) for name, leaf in _leaves(batch) if _kind(leaf) == "array" and leaf.ndim > 0]
 
 
 def _alike(elements: Sequence[Any]) -> bool:
-    """Return whether elements may be samples of one kind: the same structure, and tensors of the same dtype."""
+    """Return whether elements look like samples: they have one structure, and tensors of the same dtypes and ranks."""
     kinds = set()
     for element in elements:
         leaves, spec = tree.flatten(element)
@@ -381,7 +382,7 @@ def is_plain_list(node: Any, length: int) -> bool:
 
 
 def is_square(plain_list: Any) -> bool:
-    """Return whether all elements are lists or tuples as long as the whole, so that rows look like columns."""
+    """Return whether all elements are lists or tuples as long as the list itself, so that rows look like columns."""
     return len(plain_list) > 1 and all(is_plain_list(element, len(plain_list)) for element in plain_list)
 
 

@@ -20,15 +20,15 @@ _WHAT = "a batch normalisation (sync_batchnorm=True)"
 
 
 class SharedStatistics(Observer):
-    """An observer by which ``batch_norm`` in training normalises with the statistics of all replicas.
+    """An observer that makes ``batch_norm`` in training use the statistics of all replicas, as ``SyncBatchNorm`` does.
 
-    All replicas of the stage run the same actions in the same order. Each gathers count, mean and variance of the
-    others in the forward, and two sums for each channel in the backward, and combines them in the order of the
-    replicas. So all have the same bits, also in running means. It works for any module that calls
+    All replicas of the stage run the same actions in the same order. Each gathers count, mean and variance from all of
+    them in the forward, and two sums per channel in the backward, and combines them in the order of the replicas. So
+    all get bitwise equal results, also in running statistics. This works for any module that calls
     :func:`torch.nn.functional.batch_norm`.
 
     Args:
-        members: replicas of the stage, on a connection of their own.
+        members: replicas of the stage, connected by a process group of their own.
         on_host: whether tensors are gathered on the host.
     """
 
@@ -37,12 +37,12 @@ class SharedStatistics(Observer):
         self._on_host = on_host
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Run an action within the mode, which autograd passes on to its threads."""
+        """Run an action within the mode, which autograd also enters in its threads for the backward."""
         with _Synchronised(self.gathered):
             return do()
 
     def gathered(self, mine: Tensor) -> Tensor:
-        """Gather a tensor of each replica; shape ``(R, *mine.shape)``."""
+        """Gather the tensors of all R replicas; return a tensor of shape ``(R, *mine.shape)``."""
         sent = mine.detach().cpu() if self._on_host else mine.detach().contiguous()
         parts = [torch.empty_like(sent) for _ in self._members.ranks]
         work = self._members.process_group.allgather(parts, sent)
@@ -96,7 +96,7 @@ class _Synchronised(TorchFunctionMode):
 class _Normalise(torch.autograd.Function):
     """A normalisation by channel, ``(x - mean) / sqrt(variance + eps)``, with mean and variance of all replicas.
 
-    Gradients, with xhat the result and sums over samples and positions of all replicas, N of them::
+    The gradient, where xhat is the result, and sums run over the N samples and positions of all replicas::
 
         dx = (dy - sum(dy) / N - xhat sum(dy xhat) / N) / sqrt(variance + eps)
     """
@@ -116,7 +116,7 @@ class _Normalise(torch.autograd.Function):
         found = gather(torch.cat([own, mean, variance]))
         counts, means, variances = found[:, :1], *found[:, 1:].chunk(2, dim=1)
         count = counts.sum()
-        if mine <= 1 and count <= 1:  # the host waits for the sum only where it may be so small
+        if mine <= 1 and count <= 1:  # comparing the sum makes the host wait, so only if this replica has so few
             raise ValueError(
                 f"batch normalisation in training needs more than one value per channel of all replicas together, but "
                 f"the input of this one has the shape {tuple(x.shape)}"

@@ -91,8 +91,8 @@ class Inputs:
         versions: version counters of the received tensors.
         surroundings: the state that the forward reads.
         observations: results of ``self.log`` and metrics.
-        ending: on the last stage, the loss and the leaves from which it was computed: one per tensor of the result, None
-            where that needs no gradient. None on other stages.
+        ending: on the last stage, the loss and the leaves from which it was computed, one per tensor of the result, or
+            None for a tensor that needs no gradient; None on other stages.
     """
 
     task: Task
