@@ -4,12 +4,13 @@
 
     actions of a stage     F0    F1    B0    F2    B1    B2
     change in bytes        +s    +s    -s    +s    -s    -s
-    kept                   s     2s    s     2s    s     0       the high water is 2s; AFAB's would be 3s
+    kept                   s     2s    s     2s    s     0       the high-water mark is 2s; AFAB's would be 3s
 
-What an action adds or frees does not depend on the order, so that of any row follows from one measured iteration.
+What an action adds or frees does not depend on the order of actions. So the high-water mark of any other order (row)
+follows from one measured iteration.
 
 The lanes of several pipelines on a stage are counted together. The prediction for another row assumes that all of them
-run it at the same time, so that all of them stash the most at once.
+run it in step, so that all stashes are largest at the same time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Footprint:
 
     Attributes:
         peak: most bytes in use, with weights, gradients, optimizer states and the batch.
-        high_water: most bytes that actions had added by the end of one of them.
-        changes: bytes that each action adds, summed over pipelines.
+        high_water: largest number of bytes that actions had added at the end of any action.
+        changes: action -> bytes that it adds, summed over pipelines.
     """
 
     peak: int
@@ -54,7 +55,7 @@ class Footprint:
 
         Args:
             held: bytes that the stage holds with any schedule.
-            stash: bytes stashed per micro-batch, with the values that were received.
+            stash: bytes stashed per micro-batch, including the received values.
             row: actions of the stage in a schedule.
         """
         changes = {action: action.kind.stash * stash for action in row}
@@ -84,7 +85,7 @@ class Meter(Observer, ABC):
         return self._measured(work, do)
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        """Return the measured footprints, by stage; the high water is that of all pipelines at the same time."""
+        """Return the measured footprints by stage. Their high water assumes that all pipelines reach theirs at once."""
         found = {}
         for stage, row in self._rows.items():
             kept, rows = [*self._kept[stage], self._now(stage)], defaultdict(list)
@@ -106,14 +107,14 @@ class Meter(Observer, ABC):
 
     @abstractmethod
     def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
-        """Return the peak of a stage, given the most bytes that actions had added by the end of one of them."""
+        """Return the peak of a stage in bytes, given the most that actions had added at the end of any of them."""
 
 
 class HostMeter(Meter):
     """A meter that counts the storages that a backward will need, each once, as long as they exist.
 
-    Counted are tensors that autograd saves, received values, and sent or returned tensors. Weights, the batch and
-    temporary memory of operations are not counted. This meter serves where the allocator cannot be asked.
+    It counts tensors that autograd saves, received values, and sent or returned tensors. It does not count weights, the
+    batch and temporary memory of operations. It is for devices whose allocator keeps no statistics.
 
     Args:
         excluded: weights, buffers and tensors of the batch, which are not counted.
@@ -140,7 +141,7 @@ class HostMeter(Meter):
             # the tracer of the step must not see this
             with untraced():
                 self._note(stage, tensor)
-                return tensor.detach()  # an output itself would keep its own graph alive
+                return tensor.detach()  # an output that is not detached would keep its own graph alive
 
         with SavedHooks(pack, lambda tensor: tensor):
             output = do()
@@ -154,7 +155,7 @@ class HostMeter(Meter):
                 if tensor is not None:
                     self._note(stage, tensor)
         elif work.action.kind.stash < 0:
-            # in one process the previous stage still holds the values that it sent, so they count there
+            # a previous stage in this process still holds the values that it sent, and counts them
             while received:
                 self._total[stage] -= self._alive[stage].pop(received.pop(), (None, 0))[1]
         return output
@@ -175,7 +176,7 @@ class HostMeter(Meter):
 
 
 class DeviceMeter(Meter):
-    """A meter that asks the device's allocator, so temporary memory of actions counts as well.
+    """A meter that reads the statistics of the device's allocator, which include temporary memory of actions.
 
     It resets the allocator's own peak statistics.
     """
@@ -201,6 +202,6 @@ class DeviceMeter(Meter):
     def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
         here = {k: holding.total - holding.coming for k, holding in holdings.items()}
         total = sum(here.values())
-        # memory in use before is divided among the stages of a device by what they hold
+        # memory in use before the iteration is divided among the stages in proportion to what they hold
         base = self._base * here[stage] // total if total else self._base // len(self._rows)
         return base + holdings[stage].coming + top + self._memory.peak_bytes() - self._highest

@@ -1,13 +1,14 @@
-"""Compare what the step asked of each node on the stage that executed it with the run of the last stage.
+"""Check that the step makes the same request to each node on the stage that executes it and on the last stage.
 
 ::
 
     stage 0        free glue: t = x / 3     unit 'a' takes (t: div 3 of the batch), training, with gradients
     last stage     free glue: t = x / 4     unit 'a' takes (t: div 4 of the batch): an error
 
-Every stage runs the step's Python up to the end of its own part. The run of the last stage computes the loss, so it is
-the reference. If the run of another stage asked for something else, for instance because its counter differs by one,
-the result would silently differ from that of a single process.
+A request is what the step passes to a node: arguments and modes. Every stage runs the step's Python up to the end of
+its own part. The last stage computes the loss, so its run is the reference. If the run of another stage requested
+something else, for instance because its counter differs by one, the result would silently differ from that of a single
+process.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from lightning_avgpipe.utils.tensors import KnownTensors
 _PLAIN = frozenset((bool, int, str, bytes, type(None), complex, torch.dtype, torch.memory_format, torch.layout))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
-_COPYING = "__deepcopy__"  # its second argument is keyed by ids, which differ between processes
+_COPYING = "__deepcopy__"  # its second argument, the memo, has ids as keys, which differ between processes
 
 # Request for one node: modes, values by index, scalars, and descriptions of other tensors and of objects.
 Asked = tuple[Any, ...]
 
 
 class Attested(NamedTuple):
-    """The request of the step for a node, as seen by the stage that executed it.
+    """The request of the step to a node, on the stage that executed it.
 
     Attributes:
         position: position of the node in the step.
@@ -64,7 +65,7 @@ class Made(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A parameter or buffer, whose contents, and of a buffer the shape too, change on the stage that uses it.
+    """A parameter or buffer. It is compared by name alone, since it changes on the stage that uses it.
 
     Attributes:
         name: full name.
@@ -74,11 +75,11 @@ class Owned(NamedTuple):
 
 
 class Attestation:
-    """The requests of one step on one micro-batch, as one stage collects or compares them.
+    """The requests of a step on one micro-batch, which one stage collects, and the last stage compares.
 
     Args:
         known: tensors of the step, and their values.
-        stage: stage of this process that runs the step.
+        stage: number of the stage that runs the step.
         told: requests that earlier stages have collected.
         compares: whether this is the last stage, which compares.
         owned: ``id -> full name`` of parameters, and of buffers that glue changes.
@@ -107,7 +108,7 @@ class Attestation:
             self._free.learn(tensor, number)
 
     def made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note how a free operation has made a tensor, or what it has written into one."""
+        """Note by which free operation a tensor was made or changed."""
         if not isinstance(result, Tensor):
             return
         found: list[Any] = [name]
@@ -117,18 +118,18 @@ class Attestation:
         self._free.learn(result, zlib.crc32(repr(found).encode()) if is_known else 0)
 
     def is_of_held(self, tensor: Tensor) -> bool:
-        """Return whether free glue has made a tensor from one that the step did not make, such as an attribute."""
+        """Return whether free glue made a tensor from one of unknown origin, such as one in an attribute."""
         return self._free.value_of(tensor) == 0
 
     def node(self, position: int, operation: Operation, here: bool) -> None:
-        """Collect or compare the request for a node.
+        """Collect or compare the request to a node.
 
         Args:
             position: position of the node in the step.
-            operation: operation that the step asks for.
+            operation: operation that the step requests.
             here: whether this stage executes it.
         Raises:
-            StepChangedError: the stage that executed the node was asked for something else.
+            StepChangedError: the request to the stage that executed the node was different.
         """
         if self._compares:
             told = self._told.get(position)
@@ -152,7 +153,7 @@ class Attestation:
         return tuple(found)
 
     def _describe(self, item: Any, found: list[Any]) -> None:
-        """Append a description of an argument that can be compared between processes."""
+        """Append to ``found`` a description of an argument that can be compared between processes."""
         kind = type(item)
         if kind in _PLAIN:
             found.append(item)
@@ -181,7 +182,7 @@ class Attestation:
             found.append(item.__qualname__ if isinstance(item, _CODE) else kind.__qualname__)
 
     def _check(self, operation: Operation, asked: Asked, told: Attested) -> None:
-        """Compare two requests item by item, since some tensors' digests are unknown on one stage."""
+        """Compare two requests item by item: tensors whose digest is unknown on one of the stages count as equal."""
         mine: Any = f"{len(asked)} arguments"
         theirs: Any = f"{len(told.asked)} arguments"
         if len(asked) == len(told.asked):

@@ -1,4 +1,4 @@
-"""Execute units: compiled, with casts that are kept, and on a device stream of their pipeline."""
+"""Execute units: compiled, with autocast's casts reused, and on a device stream of their pipeline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Compiler:
         Args:
             name: path of the unit.
             module: the unit.
-            run: executes the unit; only its forward if it has forward hooks.
+            run: executes the unit, with its hooks; only its forward if the unit has forward hooks.
         """
         if isinstance(module, torch.jit.ScriptModule):
             return run
@@ -68,7 +68,7 @@ class Compiler:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 try:
-                    with untraced():  # else each function mode on the stack would cause another compilation
+                    with untraced():  # else other function modes on the stack would cause a recompilation
                         return compiled(*args, **kwargs)
                 except Exception as error:
                     if not is_of_compiler(error):  # the user's own
@@ -89,11 +89,11 @@ class Execution:
     """Options for the execution of units by stages.
 
     Attributes:
-        recompute: stages or units whose forward is repeated for the backward.
+        recompute: chooses the stages or units whose forward is repeated for the backward.
         compiler: compiler for units; None: units run uncompiled.
         streams: whether each of several pipelines has a device stream of its own.
-        static: whether micro-batches run a program that was written down while another one was followed: ``"auto"``:
-            the first one of the same iteration, if the step leaves nothing behind; ``True``: also one of an earlier
+        static: whether a micro-batch may run a flat program that was written while another one was followed:
+            ``"auto"``: one of the same iteration, if the step has no side effects; ``True``: also one of an earlier
             iteration; ``False``: never.
         interrupted: whether hooks of the user, which may change weights, run between micro-batches.
     """
@@ -106,7 +106,7 @@ class Execution:
 
 
 class _Cast(NamedTuple):
-    """A cast weight, and the weight's memory and version at the time."""
+    """A weight, its memory and version when it was cast, and the result of the cast."""
 
     weight: Tensor
     memory: tuple[int, int]
@@ -114,21 +114,21 @@ class _Cast(NamedTuple):
 
 
 class Casts:
-    """The weights of linear layers that autocast has cast, once per iteration instead of once per micro-batch.
+    """A cache of autocast's casts of the weights of linear layers: one cast per iteration, not per micro-batch.
 
     ::
 
         autocast     W -> bf16 W -> F0      W -> bf16 W -> F1      each stash keeps a copy of its own
         here         W -> bf16 W -> F0, F1
 
-    The cast is a node of autograd's graph that saves nothing. So one backward per micro-batch may run through it, and
-    each passes its gradient on to the weight as usual. Within a forward only the first use of a weight gets the kept
-    cast. Two uses of one cast would be summed in the lower precision, whereas autocast, whose cache Lightning turns
-    off, casts at each use, so that gradients are summed in the weight's precision. Thereby gradients are equal bit for
-    bit.
+    The cast is a node of autograd's graph that saves nothing. So the backwards of several micro-batches may run through
+    it, and each passes its gradient on to the weight as usual. Within a forward, only the first use of a weight gets
+    the kept cast: gradients of two uses of one cast would be summed in the lower precision. Autocast, whose cache
+    Lightning turns off, casts at each use, so it sums them in the weight's precision. So gradients are bitwise equal to
+    those without this cache.
 
-    A step whose first forward casts nothing is taken to be in full precision: each change of ``nn.Linear`` empties
-    Python's method caches, which costs a small stage a tenth of its time.
+    If the first forward of a step casts nothing, later ones are assumed to cast nothing. They run without this cache,
+    since replacing ``nn.Linear.forward`` empties Python's method caches, which takes a tenth of a small stage's time.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Casts:
         self._casting: bool | None = None  # whether forwards cast; None: none has run
 
     def reused(self) -> contextlib.AbstractContextManager[None]:
-        """Run a forward that is followed by a backward within this context, with linear layers that reuse casts."""
+        """Run a forward that will have a backward within this context, in which linear layers reuse casts."""
         return _NOTHING if self._casting is False else self._reused()
 
     @contextlib.contextmanager
@@ -175,13 +175,13 @@ class Casts:
 
 
 def stays_on_stream(function: Looks) -> Looks:
-    """Mark a function that steps call to look at values: it touches nothing that pipelines share."""
+    """Mark a function that steps call to look at values, since it uses nothing that pipelines share."""
     function.stays_on_stream = True  # type: ignore[attr-defined]
     return function
 
 
 class OwnStream:
-    """The device stream of one of several parallel pipelines, so that their kernels share the device.
+    """The device stream of one of several parallel pipelines, so that kernels of pipelines run concurrently.
 
     ::
 
@@ -213,7 +213,7 @@ class OwnStream:
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
         """Run work on the caller's stream within this context, between work of the pipeline."""
-        if self._callers is None:  # the pipeline is in an iteration that has begun before it had a stream
+        if self._callers is None:  # the pipeline got its stream during an iteration
             yield
             return
         self._callers.wait_event(self._stream.record_event())
@@ -222,7 +222,7 @@ class OwnStream:
         self._stream.wait_event(self._callers.record_event())
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that looks at values, on the caller's stream unless it :func:`stays_on_stream`."""
+        """Call a function that looks at values, on the caller's stream unless :func:`stays_on_stream` marks it."""
         with contextlib.nullcontext() if getattr(run, "stays_on_stream", False) else self.left():
             return run(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Draws that a step begins to make, after it was captured, from random generators that the model holds.
+"""Detect draws from random generators of the model that a step begins to make after it was captured.
 
 The draws in the captured step are known, and the cuts allow for them. Code between units runs on every stage that gets
-that far, so draws that it begins later would be made by several stages; only the last stage runs all of it. A unit runs
-on one stage and may begin to draw, unless other units may draw from the same generator.
+that far, so several stages would make draws that it begins to make later; only the last stage runs all of it. A unit
+runs on one stage, so it may begin to draw, unless units of other stages may draw from the same generator.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NOTHING = contextlib.nullcontext()
 
 
 class LateDraws(LateEffects):
-    """The draws from random generators that the model holds, or that the step makes."""
+    """A check for late draws from random generators that the model holds, or that the step makes."""
 
     learns = "nothing"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         self._uses = program.graph.generators if program.num_stages > 1 else ()
-        self._roots: dict[tuple[str, str], Variable] = {}  # found once: variables outside of modules take long
+        self._roots: dict[tuple[str, str], Variable] = {}  # cached: to find variables takes long
         self._own = program.own - program.called_elsewhere
         self._units = [_reaching(use, program, module) for use in self._uses]
         self._found: dict[int, tuple[Any, int]] = {}  # id of a generator -> the generator, and the index of its use
         self._before = Snapshot(())
-        self._position = -1  # position up to which code between nodes was checked
+        self._position = -1  # code between nodes was checked up to this position
 
     def begin(self) -> None:
         self._position, self._found = -1, {}
@@ -55,7 +55,7 @@ class LateDraws(LateEffects):
         return late
 
     def _generator(self, use: GeneratorUse) -> Any:
-        """Return the generator of a use; None if only rank 0 holds what leads to it."""
+        """Return the generator of a use; None if it cannot be reached here, as where only rank 0 has the objects."""
         for path, name, number in use.leads:
             with contextlib.suppress(KeyError, IndexError, AttributeError):
                 if (path, name) not in self._roots:
@@ -78,7 +78,7 @@ class LateDraws(LateEffects):
             self.check(self._draws(f"a generator that the step makes, in {node}"))
 
     def _made(self, operation: Operation, node: Node) -> Snapshot | None:
-        """Return generators that the step may have made and that are not sent with the micro-batch; None if none."""
+        """Return generators in the arguments, which the step may have made and does not send; None if none matter."""
         given = (*operation.args, *operation.kwargs.values())
         if self._program.is_last or node.generators or _PLAIN.issuperset(map(type, given)):
             return None
@@ -91,7 +91,7 @@ class LateDraws(LateEffects):
         return [self._found[id(one)][1] for one in changed if id(one) in self._found]
 
     def _in_node(self, use: GeneratorUse, units: frozenset[str], node: Node) -> str | None:
-        """Return a description of a node's draws from a generator from which other stages may draw too."""
+        """Return a description of a node's draws if other stages may draw from the same generator; else None."""
         program = self._program
         if use.nodes:
             allowed = program.start <= use.nodes[0] < program.end
@@ -106,7 +106,7 @@ class LateDraws(LateEffects):
         return self._draws(f"{self._name(use)} in {node}{beside}")
 
     def _between(self, position: int) -> str | None:
-        """Return a description of draws of code between nodes up to this position that other stages would make too."""
+        """Return a description of draws by code between nodes, up to here, if other stages would make them too."""
         program, before, self._position = self._program, self._position, position
         for number in self._changed():
             use = self._uses[number]
@@ -116,7 +116,7 @@ class LateDraws(LateEffects):
                 allowed = program.is_last and use.nodes[0] >= program.start
             elif use.between is None:
                 allowed = program.is_last and self._units[number] <= self._own
-            elif program.stage == 0 or use.between > program.start:  # no stage before comes to it
+            elif program.stage == 0 or use.between > program.start:  # no earlier stage reaches it
                 allowed = program.is_last or use.between <= program.end
             else:
                 allowed = before < program.start
@@ -139,7 +139,7 @@ class LateDraws(LateEffects):
 
 
 def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:
-    """Return the units that may draw from a generator: those that hold it, name it, or were given it."""
+    """Return the units that may draw from a generator: they hold it, refer to it, or got it as an argument."""
     found = set(use.given)
     for path, name, _ in use.leads:
         for unit in program.graph.units:

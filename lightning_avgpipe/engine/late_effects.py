@@ -155,7 +155,7 @@ class LateAssignments(LateEffects):
         return None
 
     def _is_made_again(self, old: Tensor, now: Tensor, before: bool) -> bool:
-        """Return whether a tensor has another size than the old one, or each stage makes it in the same way, as a mask."""
+        """Return whether a tensor is of another size than before, or is made by each stage alike, such as a mask."""
         if old.shape != now.shape:
             return True
         is_from_last = self._asked is not None and self._asked.is_of_held(now)

@@ -1,4 +1,4 @@
-"""Define observers of an iteration in a process, which may also intervene."""
+"""Define observers of an iteration in a process, which may also change what it does."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ class Observers:
 
 
 class MemoryGuard(Observer):
-    """An observer that catches a lack of memory in one iteration, which ends on all processes without hanging.
+    """An observer that catches running out of memory in one iteration, so that all processes end it without hanging.
 
     ::
 
-        stage 0 | F0 F1 F2 B0 .. ..       F1 of stage 1 does not fit: from then on it computes nothing, and says so in
-        stage 1 | F0 !! .. .. .. ..       what it sends; who hears of it does the same. Every message comes.
+        stage 0 | F0 F1 F2 B0 .. ..       F1 of stage 1 does not fit. From then on stage 1 computes nothing and sends
+        stage 1 | F0 !! .. .. .. ..       empty messages, and so does each process that gets one. No receive hangs.
 
-    Only trials of another setting use the guard. In training a process that runs out of memory ends all of them.
+    Only trials of other settings use the guard. In training, a process that runs out of memory ends all processes.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class MemoryGuard(Observer):
         return Message(work.action.micro_batch, (), abandoned=True) if self._spoilt else output
 
     def run(self, do: Callable[[], T], what: str) -> T | None:
-        """Run something and return its result, unless memory has run out; ``what`` describes it."""
+        """Return ``do()``, or None if memory has run out before or does now; ``what`` describes the work."""
         if not self._spoilt:
             try:
                 return do()
@@ -124,7 +124,7 @@ class MemoryGuard(Observer):
         """Check on all processes that the iteration fitted the memory. Every process must call this.
 
         Raises:
-            MemoryShortage: it did not; the message says where, and what the allocator said.
+            MemoryShortage: it did not; the message says where, and quotes the allocator.
         """
         accounts = processes.exchange_objects(self._account)
         short = [f"rank {rank}, {account}" for rank, account in enumerate(accounts) if account is not None]

@@ -1,23 +1,24 @@
 """Make random numbers depend on what is computed, not on where or when.
 
-Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence). So
-partition, schedule and advance do not change a result. The process's own generators are restored afterwards.
+Every module that draws gets a stream of numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence
+of the call). So partition, schedule and advance do not change a result. The process's own generators are restored
+afterwards.
 
 A module without children (a dropout layer, an LSTM) is seeded when it is called, unless it is a layer of torch that
-never draws. A module with children, and the step's own code, is seeded anew at each drawing function that it calls: on
-one stage such a function may run inside a unit, on another as glue between units, and it must draw the same.
+never draws. A module with children, and the step's own code, is seeded anew before each drawing function that it calls.
+One stage may run such a function inside of a unit, another as glue between units, and both must draw the same numbers.
 
-Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so it is
-always followed; what is inside of a unit only if it drew when the step was captured. A unit that begins later draws
-from a stream of its own, which the generators of code outside of it do not notice. Such streams of Python's and NumPy's
-generators take too long to be begun for nothing: units have them if anything drew from these generators when the step
-was captured, or after the first iteration in which something does. In that one a unit draws from the stream of the
-micro-batch on its stage.
+Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so its
+functions are always watched. Those inside of a unit are watched only if it drew when the step was captured. A unit that
+begins to draw later draws from a stream of its own, so it does not affect code outside of it. Streams of Python's and
+NumPy's generators take too long to be begun in vain. Units have them if anything drew from these generators when the
+step was captured, or in an earlier iteration. In the first such iteration, a unit draws from the stream that its stage
+has for the micro-batch.
 
-A module in a unit may seed torch's generators itself (``torch.manual_seed``): from then on, until its call ends, it
-and what it calls draw from what it has seeded.
+A module in a unit may seed torch's generators itself (``torch.manual_seed``). From then on, until its call ends, it and
+the modules that it calls draw from the generators as it has seeded them.
 
-What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
+A region that ``torch.utils.checkpoint`` runs again in a backward draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ DRAWING_FUNCTIONS = frozenset((
     "binomial", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_",
     "_standard_gamma", "_sample_dirichlet",
 ))
-# Layers that draw in no mode, whatever their attributes are.
+# Layers that never draw, whatever their mode and attributes are.
 _NEVER_DRAWING = frozenset((
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d,
     nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity,
@@ -65,7 +66,7 @@ _NEVER_DRAWING = frozenset((
 ))
 # fmt: on
 
-# Path of the module that draws, number of its calls before, and number of the drawing function within the call.
+# Path of the module that draws, number of its earlier calls, and number of the drawing function within the call.
 Draw = tuple[str, int, int]
 
 
@@ -76,7 +77,7 @@ def may_draw_itself(name: str) -> bool:
 
 @dataclass(frozen=True)
 class DrawingCall:
-    """The way in which calls of a module draw random numbers.
+    """A description of how calls of a module draw random numbers.
 
     Attributes:
         path: path of the module; "" is the step's own code.
@@ -84,7 +85,7 @@ class DrawingCall:
         on_host: whether it may draw from the generators of Python or NumPy.
         is_unit: whether it is a unit, so that one stage executes its calls and the others skip them.
         seeds: whether it seeds torch's generators itself.
-        is_plain: whether it is a layer of torch for which at most torch's generators are seeded, such as dropout.
+        is_plain: whether it is a layer of torch, such as dropout, that needs at most torch's generators to be seeded.
         never_draws: whether it draws no random numbers in any mode.
     """
 
@@ -102,10 +103,10 @@ class Drawing:
     """The modules of a step that draw, or may draw, random numbers.
 
     Attributes:
-        calls: the way in which their calls draw, by ids of the modules.
+        calls: id of a module -> how its calls draw.
         composite: paths of the modules that have children and whose own code may draw.
-        known: ids of all modules of the root; draws of a module that the step makes count as its caller's.
-        seen: whether anything drew when the step was captured.
+        known: ids of all modules of the root; other modules, which the step makes, draw for their callers.
+        seen: whether anything drew, from whatever generator, when the step was captured.
         on_host: whether anything drew from the generators of Python or NumPy then.
         late_on_host: whether anything has begun to draw from these since.
     """
@@ -121,12 +122,12 @@ class Drawing:
     def of(cls, module: nn.Module, graph: CallGraph) -> Drawing:
         """Find the modules of a step that draw or may draw.
 
-        Modules outside of all units may draw, and so may those that chance left out when the step was captured.
+        These include all modules outside of units, and those that may draw by chance and did not when captured.
         """
         drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, frozenset(graph.units)
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
-        # of the names of one module the last counts, which is that of a captured call if there is one
+        # if a module has several names, the last one counts; names of captured calls come last
         names = sorted({*drawing, *host_drawing, *outside, *units}, key=lambda path: (path in graph.called, path))
         modules = {path: module.get_submodule(path) for path in names}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
@@ -151,7 +152,7 @@ class Drawing:
         return cls(calls, composite, frozenset(map(id, module.modules())), seen, on_host)
 
     def watches_functions(self, node: Node) -> bool:
-        """Return whether the functions within a node are watched, since they may draw."""
+        """Return whether functions called within a node are watched, since they may draw."""
         composite = self.composite
         return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
 
@@ -160,8 +161,8 @@ class _Scope:
     """One call of a module: its path, the number of earlier calls, and the drawing functions called so far.
 
     Attributes:
-        begins: the call of a unit whose stream has not begun, until it is known that the unit is executed here; else
-            None.
+        begins: for a unit, how its call draws, until it is known that the unit is executed here and its stream begins;
+            else None.
     """
 
     begins: DrawingCall | None = None
@@ -188,7 +189,7 @@ class _Scope:
         """Return the scope of a region that is checkpointed in one piece.
 
         The region counts its draws separately, since not every stage executes it if the call is split. Every process
-        must ask for the scope at the same point of the call.
+        must call this at the same point of the call.
         """
         self.regions += 1
         return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
@@ -228,13 +229,13 @@ class Draws(CallWatcher):
         self._has_seeded = False
 
     def stream(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context with a stream for what has none of its own; torch's generators are restored afterwards."""
+        """Return a context with a stream for draws that have no other; it restores torch's generators at its end."""
         return stream(self._key.derive("step"), self._device)
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module by ``run``, in the place of ``nn.Module.__call__``."""
+        """Call a module by ``run`` instead of ``nn.Module.__call__``, and watch the call."""
         if not self.enter(module):
             return run(*args, **kwargs)
         try:
@@ -257,7 +258,7 @@ class Draws(CallWatcher):
                 seed = self._key.derive(path, occurrence)
                 for generator in self._generators:
                     generator.manual_seed(seed)
-            return False  # nobody asks for the scope of such a layer
+            return False  # the scope of such a layer is never needed
         scope = _Scope(path, occurrence, not call.is_simple)
         self._scopes.append(scope)
         if call.seeds and self._seeding is None:
@@ -271,15 +272,19 @@ class Draws(CallWatcher):
         return True
 
     def begin_unit(self, elsewhere: bool = False) -> None:
-        """Begin the stream of the unit that was called last: it is executed here, perhaps also on other stages."""
+        """Begin the stream of the unit that was called last, since it is executed here.
+
+        Args:
+            elsewhere: whether other stages execute it too.
+        """
         scope, drawing = self._scopes[-1], self._drawing
         if scope.begins is not None:
-            # each stage finds out late draws by itself, so they must not change streams that other stages use
+            # each stage notices late draws for itself, so these must not affect streams that several stages use
             self._begin(scope, scope.begins, drawing.on_host or (drawing.late_on_host and not elsewhere))
             scope.begins = None
 
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
-        # in a unit something may begin to draw that did not when the step was captured
+        # any unit gets a stream, since it may begin to draw after the capture
         if call.is_simple or call.is_unit:
             self.begin_stream(self._key.derive(scope.path, scope.occurrence))
         if on_host and call.on_host:
@@ -296,7 +301,8 @@ class Draws(CallWatcher):
         """Begin the stream of Python's and NumPy's generators for code outside of units.
 
         Returns:
-            The first numbers of it, if nothing is expected to draw from it.
+            The first numbers of the stream if nothing is expected to draw from it, to find out whether anything did;
+            else None.
         """
         seed, first = self._key.derive("host"), None
         if not (self._drawing.on_host or self._drawing.late_on_host):
@@ -306,7 +312,7 @@ class Draws(CallWatcher):
         return first
 
     def skip(self, calls: Sequence[str]) -> None:
-        """Count calls, by the paths of modules, that happen on another stage."""
+        """Count calls of the modules with these paths, which another stage executes."""
         for path in calls:
             self._counts[path] = self._counts.get(path, 0) + 1
 
@@ -317,7 +323,7 @@ class Draws(CallWatcher):
         return self._key.derive(scope.path, scope.occurrence)
 
     def begin_stream(self, seed: int) -> None:
-        """Begin a new stream for later draws, unless the module that draws has seeded one itself."""
+        """Begin a new stream for later draws, unless a running module has seeded the generators itself."""
         if self._seeding is not None:
             self._has_seeded = self._has_seeded or seeds_of(self._device) != self._given
             if self._has_seeded:
@@ -330,10 +336,10 @@ class Draws(CallWatcher):
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def function(self, name: str) -> Draw | None:
-        """Begin a stream if a torch function that is about to be called here, or on an earlier stage as glue, may draw.
+        """Begin a stream for a torch function called as glue, if a function of this name may draw.
 
         Returns:
-            The draw whose stream has begun for it, if one has.
+            The draw whose stream has begun, or None.
         """
         return self.drawing_function() if may_draw_itself(name) else None
 
@@ -372,7 +378,7 @@ class Draws(CallWatcher):
             return _Functions(self)
         return _NOTHING if self._drawing.composite.isdisjoint(calls) else replaced(self, "_within", True)
 
-    # -- what backwards call again ------------------------------------------------------------------------------------
+    # -- functions that backwards call again ---------------------------------------------------------------------------
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
         counts, calls = self._counts.copy(), 0
@@ -392,7 +398,7 @@ class Draws(CallWatcher):
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
             again._seeding, again._given, again._has_seeded = seeding, seeds_of(self._device), has_seeded
-            # the state that the checkpoint restores is only for draws that are not watched
+            # the checkpoint's own restored state serves only draws that are not watched
             with restored(self._generators), watching(again), _Functions(again):
                 return function(*args, **kwargs)
 
@@ -400,7 +406,7 @@ class Draws(CallWatcher):
 
 
 def _never_draws(module: nn.Module) -> bool:
-    """Return whether a module is a layer that draws in no mode."""
+    """Return whether a module is a layer of torch that never draws."""
     return type(module) in _NEVER_DRAWING and "forward" not in vars(module)
 
 
@@ -409,7 +415,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """A context that sees functions before they run, and calls of all modules, so that draws have the right caller."""
+    """A context that begins a stream before each drawing function, and watches the calls of all modules."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Record what the processes do in one iteration, and how much of their devices they use."""
+"""Record what the processes do in one iteration, and how much of their devices their kernels use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_avgpipe.utils.device import DeviceClock, Moment, host_now, port_o
 
 _Message = tuple[Edge, int]  # edge and micro-batch
 
-# the names that stages give to their forwards for torch's profiler: micro-batch, stage
+# names of forwards in torch's profiler: micro-batch, stage
 _FORWARDS = re.compile(rf"avgpipe::{FORWARD}(\d+) of stage (\d+)")
 
 
@@ -36,12 +36,12 @@ class Recording:
 
     Attributes:
         rank: rank of the process.
-        clock: offset of its clock.
+        clock: offset of its clock from rank 0's.
         spans: actions that it ran.
         activities: all other activities.
         sent: (edge, micro-batch) -> begin and end of sending.
         arrived: (edge, micro-batch) -> time of arrival.
-        processor_s: (stage, kind of action) -> seconds of all threads of the process on the processor.
+        processor_s: (stage, kind of action) -> CPU seconds of all threads of the process.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class Recorder(Observer):
 
     @contextlib.contextmanager
     def sending(self, route: Route, micro_batch: int, stream: Any) -> Iterator[None]:
-        """Record the sending of a queued message within this context, on a stream, or (None) by the host."""
+        """Record the sending of a queued message within this context: on a stream, or by the host if that is None."""
         begin = self._there(stream)
         yield
         if isinstance(route.what, Edge):
@@ -121,7 +121,7 @@ class Recorder(Observer):
             self._all_sent.notify_all()
 
     def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
-        """Record the arrival of a message: when its stream gets here or, on the host, at ``at_s`` or (None) now."""
+        """Record the arrival of a message: at ``at_s`` or, if None, when its stream gets here (on the host: now)."""
         if isinstance(route.what, Edge):
             self._arrived[route.what, micro_batch] = self._there(stream) if at_s is None else at_s
 
@@ -153,11 +153,11 @@ class Recorder(Observer):
 
 
 def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]]) -> Timeline:
-    """Assemble the recordings of all processes on the clock of rank 0; the first action begins at 0.
+    """Merge the recordings of all processes into a timeline on the clock of rank 0; the first action begins at 0.
 
     Args:
         recordings: recordings of all processes.
-        replicas: ranks of each stage, which take turns at its micro-batches, shape ``(K,)``.
+        replicas: for each stage, the ranks that take turns at its micro-batches, shape ``(K,)``.
     """
     begins = [span.begin_s + recording.clock.offset_s for recording in recordings for span in recording.spans]
     zero = min(begins, default=0.0)
@@ -180,7 +180,7 @@ def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]])
 
 
 def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:
-    """Make a transfer whose times are in order: the end of sending is noticed late, and clocks differ a little."""
+    """Make a transfer, and put its times in order: the end of sending is noticed late, and clocks differ a little."""
     edge, micro_batch = message
     arrival_s = max(arrival_s, begin_s)
     end_s = min(end_s, arrival_s)

@@ -254,7 +254,7 @@ class _Reader:
 
 
 def _candidates(batch: Any, size: int | None) -> list[int]:
-    """Return possible numbers of samples: the dataloader's batch size, and smaller lengths of tensors and lists."""
+    """Return possible numbers of samples: the dataloader's, if known, then (smaller) lengths, the largest first."""
     if not _arrays(batch):
         sizes = {len(column) for column in _columns(batch)}
         return [size] if size in sizes else list(sizes) if len(sizes) == 1 else []
