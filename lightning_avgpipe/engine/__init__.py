@@ -1,1 +1,1 @@
-"""Execute pipelines: stages, their programs, replay of the step function, and the executor; without Lightning."""
+"""Execute pipelines without Lightning: stages, their programs, the replay of the step function, and the executor."""

@@ -1,4 +1,4 @@
-"""Share values between processes that run the same program: one of them runs a unit, and all get its results."""
+"""Run units jointly in processes that run the same program: one process runs a unit, and all get its results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from lightning_avgpipe.utils.torch_compat import version_of
 class Exchange:
     """A connection of processes that run the same program and share values at the same places in it.
 
-    Before anything is sent the processes compare where they are. If they have diverged, all of them raise an error at
-    once, and none waits for a value that is never sent.
+    Before they send anything, the processes compare where they are. If they have diverged, all of them raise an error,
+    and none waits for a value that is never sent.
 
     Args:
         cluster: cluster of the processes. Every process must construct the exchange at the same time.
@@ -51,12 +51,12 @@ class Exchange:
         self._group = connected.process_group
 
     def share(self, what: str, source: int, item: Any = None) -> Any:
-        """Send the source's item to every process, tensors without history. Every process must call this.
+        """Send the source's item, with tensors detached, to every process, and return it. Every process must call this.
 
         Args:
             what: description of the place, equal on every process that has not diverged.
             source: rank of the sender in the group.
-            item: any tree of tensors and picklable leaves; ignored on other processes.
+            item: any tree of tensors and picklable leaves; used only on the source.
         Raises:
             StepChangedError: the processes are at different places.
         """
@@ -106,7 +106,7 @@ class Unit:
         path: path of the submodule.
         owner: rank of the process that runs it.
         parameters: its trained parameters.
-        held: for each of these, whether only the owner holds it.
+        held: for each of these parameters, whether only the owner holds it.
     """
 
     module: nn.Module
@@ -117,7 +117,7 @@ class Unit:
 
 
 class _Place:
-    """The place of a tensor in a result: the call's argument of this number, or (None) a tensor that the unit made."""
+    """A placeholder for a tensor in a result: the argument of this index or, if None, a tensor that the unit made."""
 
     def __init__(self, argument: int | None) -> None:
         self.argument = argument
@@ -125,14 +125,14 @@ class _Place:
 
 @dataclass
 class _Record:
-    """The data that a backward needs of a call; leaves and outputs are those of the owner's graph, else empty.
+    """The data of a call that its backward needs. Only the owner has leaves and outputs, which are of its graph.
 
     Attributes:
         unit: called unit.
         num_inputs: number of tensors that the unit took.
         leaves: leaves inside of the unit that stand for these tensors.
         outputs: tensors that the unit made.
-        shares_graph: whether gradients of gradients go through the same graph, so that it must outlive each backward.
+        shares_graph: whether gradients of gradients use the same graph, so that each backward must retain it.
     """
 
     unit: Unit
@@ -158,12 +158,12 @@ class Joint:
         self._inspected: set[str] = set()
 
     def call(self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a unit returns. Every process must call this; random generators end alike on all.
+        """Call a unit, and return its result. Every process must call this, and has the same random state afterwards.
 
         Args:
             unit: unit to be called.
             run: executes the unit.
-            args: positional arguments, with the same numbers on every process.
+            args: positional arguments, whose tensors have the same contents on every process.
             kwargs: keyword arguments, likewise.
         """
         device, mine = self.exchange.device, unit.owner == self.exchange.rank
@@ -198,7 +198,7 @@ class Joint:
     def _joined(
         self, record: _Record, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return tensors that a call gave as results of one autograd function of its inputs and parameters."""
+        """Return the tensors of a call as outputs of one autograd function of its inputs and parameters."""
         if not any(wants):
             return tensors
         record.num_inputs = len(inputs)
@@ -215,7 +215,7 @@ class Joint:
         hidden: Sequence[tuple[nn.Module, str, Tensor]],
         traced: bool,
     ) -> Any:
-        """Execute the unit in a graph of its own; return what is shared with the other processes."""
+        """Execute the unit in a graph of its own; return the data that is shared with the other processes."""
         module, path = record.unit.module, record.unit.path
         writes = any(getattr(inner, "inplace", False) is True for inner in module.modules())
         begin = torch.zeros((), requires_grad=True, device="cpu").view(()) if traced else None
@@ -247,7 +247,7 @@ class Joint:
     def backward(
         self, record: _Record, gradients: Sequence[Tensor | None], inputs: Callable[[], Sequence[Tensor]]
     ) -> list[Tensor | None]:
-        """Return the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
+        """Compute the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
         unit, mine = record.unit, record.unit.owner == self.exchange.rank
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
@@ -276,14 +276,14 @@ class Joint:
         for gradient, held, parameter in zip(of_parameters, unit.held, unit.parameters, strict=True):
             if not held:
                 rest.append(gradient)
-            else:  # autograd.grad insists on a gradient for each input
+            else:  # autograd.grad needs a gradient for each input, and an empty one serves
                 rest.append(torch.empty_like(parameter) if gradient and not accumulates else None)
         return [*of_inputs, *rest]
 
     def _differentiable(
         self, record: _Record, gradients: Sequence[Tensor | None], taken: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of a call's inputs with a graph: results of a call that also took ``gradients``."""
+        """Return the gradients of a call's inputs, in a graph of these inputs and ``gradients`` on every process."""
         unit, given = record.unit, [g for g in gradients if g is not None]
         inputs = [*taken, *given]
         inner, answer = _Record(unit, shares_graph=True), None
@@ -306,7 +306,7 @@ class Joint:
 
 
 class _Joined(torch.autograd.Function):
-    """A call of a unit as one autograd function, with the same place in the graph of every process."""
+    """A call of a unit as one autograd function, which is at the same place in the graph of every process."""
 
     @staticmethod
     def forward(
@@ -327,7 +327,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        inputs = partial(getattr, ctx, "saved_tensors")  # read late: they may have changed in place
+        inputs = partial(getattr, ctx, "saved_tensors")  # read late: fails if changed in place
         return (*[None] * 5, *ctx.joint.backward(ctx.record, gradients, inputs))
 
 
@@ -389,8 +389,7 @@ class _Entered:
 
     @contextlib.contextmanager
     def lent(self, hidden: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-        """Put tensors of this graph into attributes of modules within this context, and undo this unless the unit
-        assigns.
+        """Put tensors of this graph into attributes of modules within this context, unless the unit assigns others.
 
         Args:
             hidden: module, name of the attribute, and the tensor that it holds.
@@ -410,18 +409,18 @@ class _Entered:
         return version_of(self.tensors[number]) != self._versions[number]
 
     def unused(self, made: Sequence[Tensor], first: int) -> list[int]:
-        """Return the leaves, from a number on, that no output depends on."""
+        """Return the indices, from ``first`` on, of leaves on which no output depends."""
         used = {id(leaf) for leaf in leaves_of(made)}
         return [i for i in range(first, len(self.leaves)) if id(self.leaves[i]) not in used]
 
 
-# -- what goes in and out besides arguments and results --------------------------------------------------------------
+# -- tensors in results and in attributes of modules -----------------------------------------------------------------
 
 
 def _split_tensors(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, with places instead of tensors, and its structure.
+    """Return the leaves of a tree, with placeholders instead of tensors, and its structure.
 
-    Tensors that the unit made are added to ``made``.
+    Tensors that the unit made are appended to ``made``.
     """
     leaves, spec = tree.flatten(value)
     made += [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in inside]
@@ -435,7 +434,7 @@ def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return tensors with gradients in attributes of a module's submodules, which the module may use like arguments."""
+    """Return the tensors that require gradients in attributes of submodules: the unit may use them like arguments."""
     return [
         (inner, name, value)
         for inner in module.modules()
@@ -445,7 +444,7 @@ def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
-    """Return the attributes that hold another object than before, or a changed container: path, name, value."""
+    """Return ``(path, name, value)`` of the attributes that hold another object than before, or a changed container."""
     changed = {id(obj): names for obj, names in before.differences()}
     return [
         (path, name, value)
@@ -457,7 +456,7 @@ def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
 
 
 def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:
-    """Check that a unit's graph ends at its arguments and parameters; other tensors would get no gradient."""
+    """Check that a unit's graph ends at its arguments and parameters, since other tensors would get no gradient."""
     assert begin.grad_fn is not None
     first, unit = begin.grad_fn._sequence_nr(), record.unit
     known = {id(t) for t in (*record.leaves, *unit.module.parameters())}

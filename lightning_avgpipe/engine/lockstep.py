@@ -1,4 +1,4 @@
-"""Run the same whole step in all processes, each submodule where its parameters are.
+"""Run whole steps in all processes in lockstep, where the owner of a submodule's parameters runs the submodule.
 
 ::
 
@@ -8,13 +8,14 @@
                                      both have x         both have the loss          it ran, backwards    parameters
 
 A step that calls backward and optimizers itself may do so in any order and under any condition, and may call submodules
-in any order. So it need not follow an order of stages, as in a pipeline. Instead every process executes all of the
-user's code, glue included. The inside of a *unit*, a submodule whose parameters are all in one process, is executed by
-its owner only, and all processes get the results. For autograd a unit is one function with the same place in the graph
-of every process. So backwards reach the units in the same order everywhere; the owner computes the gradients of the
-unit's inputs, and all processes get them. Tensors that only one process holds (parameters and buffers of units, and
-their gradients) are shared when glue reads them, and changed by their owner when glue writes them. Random numbers
-follow rank 0's generators, and the owner's while a unit draws, so they are what a single process would have drawn.
+in any order. So it cannot be divided into stages that run one after the other. Instead, every process executes all of
+the user's code, glue included. Only the inside of a *unit*, a submodule whose parameters are all in one process, is
+executed by this process alone, its owner, and all processes get the results. For autograd, a unit is one function at
+the same place in the graph of every process. So backwards reach the units in the same order everywhere. The owner
+computes the gradients of the unit's inputs, and all processes get them. Tensors that only one process holds (parameters
+and buffers of units, and their gradients) are sent to all when glue reads them, and changed by their owner when glue
+writes them. All processes start with rank 0's random state, and take over the owner's after a unit that draws. So they
+draw the numbers that a single process would have drawn.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from lightning_avgpipe.utils.tensors import tensor_arguments
 
 _Tensor: Any = Tensor  # whose descriptors are not typed
 _READ_GRADIENT = _Tensor.grad.__get__
-# Functions that each process applies to its own tensor without telling the others.
+# Functions that each process applies to its own tensor, without communication.
 _LOCAL = frozenset((
     _Tensor.requires_grad.__set__, _Tensor.requires_grad_, _Tensor.register_hook,
     _Tensor.register_post_accumulate_grad_hook, _Tensor.retain_grad,
 ))  # fmt: skip
 _WRITES = frozenset((_Tensor.grad.__set__, _Tensor.data.__set__))
-_RTOL, _ATOL = 1e-3, 1e-5  # the same operations may add in another order on another device
+_RTOL, _ATOL = 1e-3, 1e-5  # devices may sum in different orders
 
 
 class Lockstep(StepTracer):
@@ -71,7 +72,7 @@ class Lockstep(StepTracer):
         self._owner = owner
         self._observers = {id(observer) for observer in observers}
         self._rank_of: dict[str, int] = {}
-        self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensors, so that their ids stay theirs
+        self._names: dict[int, tuple[Tensor, str]] = {}  # id -> tensor, kept so that the id stays valid, and name
         self._runs = False
         self._speaks = True
 
@@ -83,8 +84,7 @@ class Lockstep(StepTracer):
 
         Args:
             what: name of the step or hook, the same on every process.
-            speaks: whether each process shows its prints, warnings and logs from outside of units; else only rank 0
-                does.
+            speaks: whether each process shows prints, warnings and logs from outside of units; else only rank 0 does.
         """
         if self._runs:
             with self.again():
@@ -110,12 +110,12 @@ class Lockstep(StepTracer):
         return self._runs and not self._inside
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Run code that each process runs for itself (optimizers, logging) within this context."""
+        """Run code within this context that each process runs on its own (optimizers, logging)."""
         return self.aside() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Run the same code in all processes again within this context, inside of :meth:`quiet`."""
+        """Inside of :meth:`quiet`, run the same code in all processes again within this context."""
         if not self._runs or not self._inside:
             yield
             return
@@ -189,7 +189,7 @@ class Lockstep(StepTracer):
         return found.requires_grad_(tensor.requires_grad)
 
     def agree_on_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradients of parameters that all processes hold by rank 0's. Every process must call this."""
+        """Replace gradients of parameters that all processes hold with rank 0's. Every process must call this."""
         common = [p for p in parameters if id(p) not in self._names and p.grad is not None]
         if not common:
             return
@@ -200,7 +200,7 @@ class Lockstep(StepTracer):
                 parameter.grad.copy_(gradient)
 
     def _from_owner(self, tensor: Tensor, what: str, own: Any) -> Any:
-        """Return what the owner of a tensor has of it, and each process would have as ``own``."""
+        """Return the owner's ``own`` on every process; ``what`` describes what it is of the tensor."""
         name = self._names[id(tensor)][1]
         found = self.exchange.share(f"{what} '{name}'", self._owner[name], [own])
         return own if self._is_mine(tensor) else found[0]
@@ -235,7 +235,7 @@ class Lockstep(StepTracer):
         return tuple(found)
 
     def _agree(self, outputs: Any) -> None:
-        """Check that a backward begins at the same numbers in all processes."""
+        """Check that a backward begins from the same numbers in all processes."""
         own = [tensor.detach() for tensor in tensor_arguments([outputs])]
         first = self.exchange.share("a backward", 0, own)
         if not all(map(_is_close, own, first)):

@@ -1,4 +1,4 @@
-"""Find the loss in what a training step returned, and weight it in the mean over its batch."""
+"""Find the loss in the result of a training step, and compute its weight in the mean over the batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
-# a function of a micro-batch, or the name of a leaf whose entries other than _IGNORED are counted
+# A function that returns the weight of a micro-batch, or the name of a leaf whose entries other than _IGNORED count.
 LossWeight = Callable[[Any], Any] | str
 
 _IGNORED = -100  # the default ignore_index of torch's losses
 
 
 def trainable_loss(result: Any) -> torch.Tensor:
-    """Return the loss in what training_step returned for a micro-batch, from which a backward can start.
+    """Return the loss, from which a backward can start, in what training_step returned for a micro-batch.
 
     Raises:
         ConfigurationError: there is no loss, it is not a single number, or it needs no gradient.
@@ -44,7 +44,11 @@ def trainable_loss(result: Any) -> torch.Tensor:
 
 
 def loss_in(result: Any) -> torch.Tensor:
-    """Return the loss in what training_step returned, unchecked apart from its type."""
+    """Return the loss in what training_step returned; only its type is checked.
+
+    Raises:
+        ConfigurationError: there is no tensor.
+    """
     found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(
@@ -61,7 +65,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
 
     Args:
         parts: micro-batches of a batch.
-        loss_weight: return the weight of a micro-batch, in any unit; or the name of a leaf.
+        loss_weight: returns the weight of a micro-batch, in any unit; or the name of a leaf.
     Raises:
         ConfigurationError: no leaf has the name, or a weight is not a finite number of at least 0.
     """
@@ -74,7 +78,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
 
 
 def counts(parts: Sequence[Any], loss_weight: LossWeight) -> list[float]:
-    """Return the weights of micro-batches, in any unit; the host waits for them once.
+    """Return the weights of micro-batches, in any unit. The host waits for the device once.
 
     Raises:
         ConfigurationError: no leaf has the name, or a weight is not a finite number of at least 0.
@@ -92,7 +96,7 @@ def counts(parts: Sequence[Any], loss_weight: LossWeight) -> list[float]:
 
 
 def _numbers(found: Sequence[Any]) -> list[float]:
-    """Return numbers that may be in tensors, for which the host waits once if they are alike."""
+    """Return numbers, which may be in tensors. If all tensors are of one kind, the host waits for the device once."""
     alike = {(one.device, one.dtype, one.numel()) if isinstance(one, Tensor) else None for one in found}
     if len(alike) == 1 and (kind := next(iter(alike))) is not None and kind[2] == 1:
         found = torch.stack([one.detach().reshape(()) for one in found]).tolist()
@@ -100,7 +104,7 @@ def _numbers(found: Sequence[Any]) -> list[float]:
 
 
 def _targets(labels: Sequence[Tensor]) -> list[Tensor]:
-    """Return how many entries of each tensor are not ignored, on the device of the first."""
+    """Return the number of entries of each tensor that are not ignored, as tensors on the device of the first."""
     return [(leaf != _IGNORED).sum().to(labels[0].device) for leaf in labels]
 
 
@@ -120,7 +124,7 @@ def _plain(path: str) -> str:
 
 
 def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
-    """Return the name of an integer tensor whose share of ignored targets differs between micro-batches, if any."""
+    """Return the name of an integer tensor whose share of ignored entries differs between micro-batches, or None."""
     labels = [
         (_plain(path), leaf)
         for part in parts

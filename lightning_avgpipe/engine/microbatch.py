@@ -21,11 +21,12 @@ class MicroBatch:
     """One part of a batch.
 
     Attributes:
-        index: index i, in the order of the samples.
-        data: the batch that the step function gets.
+        index: index i of the part, in the order of the samples.
+        data: the samples, in a batch that the step function gets.
         size: number of samples.
-        weight: ``size`` as a share of the batch; the weights of a batch sum to 1, and those of its N shares to N.
-        count: weight in a mean, in any unit; None: its number of samples.
+        weight: weight in the mean over the batch, by default its share of the samples. The weights of a batch sum to 1,
+            those of the N shares of a batch (:func:`divided`) to N in total.
+        count: weight in a mean, in any unit, such as a number of targets; None: ``size``.
     """
 
     index: int
@@ -50,21 +51,21 @@ def split(
     """Split a batch into micro-batches of about equal size, in order.
 
     Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple that has one element per sample
-    (texts, file names, images, targets) is split as well; of nested ones the outermost. Everything else is repeated:
-    numbers, strings, 0-dim tensors, None, plain lists and rows of labels of other lengths. Each micro-batch has
-    containers of its own, so that a step function may ``pop`` from its batch.
+    (texts, file names, images, targets) is split as well; of nested ones, the outermost. Everything else is repeated:
+    numbers, strings, 0-dim tensors, None, and plain lists and labels of other lengths. Each micro-batch has containers
+    of its own, so a step function may ``pop`` from its batch.
 
     Args:
         batch: any tree.
         num_microbatches: M >= 1.
-        expected: information of the dataloader about its batches.
+        expected: what is known about batches from their dataloader.
         seen: findings about earlier batches of the same source; this batch adds to them.
         smallest: fewest samples of a micro-batch; a smaller batch is not split.
     Returns:
         min(M, samples // smallest) micro-batches, so none is empty unless the batch is; one if there is nothing to
         split.
     Raises:
-        BatchError: M < 1, or with M > 1 a batch whose samples cannot be told, see :func:`layout`.
+        BatchError: M < 1; or M > 1 and the samples of the batch cannot be found, see :func:`layout`.
     """
     _check_count(num_microbatches)
     if num_microbatches == 1:
@@ -84,7 +85,7 @@ def fewest_samples(module: nn.Module) -> int:
 
 
 def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008
-    """Return the batch as one micro-batch; samples that cannot be counted are those of the first tensor, as in
+    """Return the batch as one micro-batch. If samples cannot be found, they are counted by the first tensor, as in
     Lightning.
     """
     size = _num_samples(batch, expected)
@@ -101,7 +102,7 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
         batch: batch in a form that ``splitter`` accepts.
         num_microbatches: M >= 1.
     Returns:
-        The parts, weighted by their numbers of samples, or equally with size 1 if those cannot be told for all.
+        The parts, weighted by their numbers of samples; or equally, with size 1, if these are unknown for any part.
     Raises:
         BatchError: M < 1, or ``splitter`` returned something else.
     """
@@ -123,9 +124,9 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
-    """Make the result of a batch from what a step function returned for each of its micro-batches.
+    """Merge what a step function returned for each micro-batch into the result of the batch.
 
-    Containers of the same structure are merged child by child; in each place the first rule that fits all parts holds:
+    Containers of the same structure are merged child by child, each by the first of these rules that fits all parts:
 
     ================================================================  =========================================
     only one part; None in all parts                                  that part; None
@@ -136,7 +137,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     anything else, and containers of different structures             list of the parts
     ================================================================  =========================================
 
-    A tuple of lists is a record (``return texts, labels``), even where its length happens to be the micro-batch's size.
+    A tuple of lists counts as a record (``return texts, labels``), even if its length is the micro-batch's size.
 
     Args:
         outputs: one per micro-batch, in order.
@@ -170,7 +171,7 @@ def _check_count(num_microbatches: int) -> None:
 
 
 def _num_samples(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
-    """Return the number of samples of a batch; None if there is nothing to count, or it cannot be told."""
+    """Return the number of samples of a batch; None if it has none or they cannot be found."""
     try:
         found = layout(batch, expected)
     except BatchError:
@@ -179,7 +180,7 @@ def _num_samples(batch: Any, expected: Expected = Expected()) -> int | None:  # 
 
 
 def _distinct(batch: Any) -> Any:
-    """Return a batch in which no tensor object comes twice, as it arrives in another process."""
+    """Return a batch in which no tensor object occurs twice, as none does in a batch from another process."""
     tensors = tree.tensors(batch)
     if len({*map(id, tensors)}) == len(tensors):
         return batch
@@ -206,7 +207,8 @@ def divided(parts: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
     """Divide the micro-batches of a batch into shares of about equal number, in order.
 
     Returns:
-        min(count, micro-batches) shares. The mean over them of the weighted sum of each is the weighted sum of all.
+        min(count, micro-batches) shares, whose weights are scaled so that the mean over shares of the weighted sum of
+        each is the weighted sum over the batch.
     """
     count = min(count, len(parts))
     few, more = divmod(len(parts), count)

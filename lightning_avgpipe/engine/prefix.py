@@ -1,4 +1,4 @@
-"""Begin the forwards of a stage: behind stages that run forwards only, or behind nodes whose outputs are kept."""
+"""Begin the forwards of a stage after stages that only run forwards, or after nodes whose outputs are kept."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_avgpipe.schedule import Schedule
 
 
 class Shortcut(Protocol):
-    """Kept outputs of the first nodes of a step, behind which the forwards of some micro-batches begin.
+    """A store of outputs of the first nodes of a step, from which the forwards of some micro-batches begin.
 
     Attributes:
         position: number of nodes, from the first, whose outputs are kept.
-        stage: stage that begins with them, the first one that trains.
-        leaves: names of the tensors of a batch by which micro-batches are told apart.
+        stage: stage that begins with these outputs, the first one that trains.
+        leaves: names of the tensors of a batch that identify a micro-batch.
     """
 
     position: int
@@ -50,18 +50,18 @@ class Shortcut(Protocol):
         """Return the kept outputs for a known micro-batch, as a message of the stage before."""
 
     def wants(self, micro_batch: int) -> bool:
-        """Return whether :meth:`fill` has a use for the outputs for a micro-batch."""
+        """Return whether the outputs for a micro-batch should be passed to :meth:`fill`."""
 
     def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
-        """Take the values that are alive at the position, and descriptions of what the nodes before it returned."""
+        """Keep the values that are alive at the position, and descriptions of what the nodes before it returned."""
 
 
-# given the position, the cluster, the call graph of the step, the parameters that are trained now, and the stage
+# Makes a shortcut from the position, the cluster, the call graph, the parameters that are trained now, and the stage.
 ShortcutMaker = Callable[[int, Cluster, CallGraph, TrainedParameters, int], Shortcut]
 
 
 class Prefix:
-    """The beginning of a stage's forwards.
+    """The first part of a stage's forwards: their input, and the program that they run.
 
     Args:
         program: program of the stage.
@@ -69,7 +69,7 @@ class Prefix:
         kept: kept outputs with which the stage may begin; None: it has none.
 
     Attributes:
-        stages: number of stages, from the first, that run forwards only while others train.
+        stages: number of stages, from the first, that only run forwards while others train.
     """
 
     def __init__(self, program: StageProgram, device: torch.device, kept: Shortcut | None) -> None:
@@ -83,7 +83,7 @@ class Prefix:
         """Return the input of a forward: the message of the previous stage, or kept outputs.
 
         Raises:
-            StepChangedError: the previous stage runs another micro-batch, or freezes other stages.
+            StepChangedError: the previous stage runs another micro-batch, or has another number of frozen stages.
         """
         stage, num_stages = self._program.stage, self._program.num_stages
         if self._kept is not None and micro_batch in task.known:
@@ -102,7 +102,7 @@ class Prefix:
         return message
 
     def rest(self, task: Task, micro_batch: int, message: Message | None) -> tuple[StageProgram, int]:
-        """Return the program to run, and the position whose values :meth:`keep` needs; 0: it needs none."""
+        """Return the program to run, and the position at which :meth:`keep` needs the values; 0 if it needs none."""
         if self._kept is None or not task.trains:
             return self._program, 0
         if micro_batch in task.known:
@@ -117,17 +117,17 @@ class Prefix:
         return self._program, 0
 
     def keep(self, micro_batch: int, tapped: Tapped | None) -> None:
-        """Keep the values that were alive at that position, and what the nodes before it have returned."""
+        """Keep the values at the position that :meth:`rest` returned, and what the nodes before it returned."""
         if self._kept is not None and tapped is not None:
             self._kept.fill(micro_batch, *tapped)
 
     def check_nothing_asks(self, replayed: Replayed) -> None:
-        """Check that no output of a frozen stage was computed from trained parameters, since no gradient will be sent.
+        """Check that no output of a frozen stage depends on trained parameters, which would get no gradient.
 
         Raises:
             StepChangedError: one was.
         """
-        # a leaf may require a gradient: it was not computed from parameters
+        # a leaf that requires a gradient is no error: it was not computed from parameters
         if any(tensor.grad_fn is not None for tensor in replayed.sent):
             raise StepChangedError(
                 f"stage {self._program.stage} has nothing to train by requires_grad of its parameters, and yet what it "

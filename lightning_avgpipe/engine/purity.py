@@ -1,14 +1,14 @@
 """Check whether the Python of a step has side effects besides what it computes with tensors.
 
 A step whose Python only calls units and torch functions, and packs and unpacks values, may run once for several
-micro-batches. One that counts, steps a scheduler, reads a clock or writes a file may not. As no list of side effects
-can be complete, only what is known to have none is allowed.
+micro-batches. One that counts, steps a scheduler, reads a clock or writes a file may not. Since no list of side effects
+can be complete, the check allows only what is known to have none.
 
-While the step is followed once, each function that runs outside of units is checked: none of its instructions may store
-into an object or a global variable, and it may call only those C functions that read their arguments. So are hooks on
-gradients, which run between micro-batches and may change what the step reads of the next one, and what Python calls of
-an object that a function names, such as its ``__enter__``. The code of a model from an installed library is trusted,
-since its changes of modules and objects were seen when the step was captured.
+While the step is followed once, each function that runs outside of units is checked: no instruction may store into an
+object or a global variable, and it may call only C functions that do nothing but read their arguments. Two more kinds
+of functions are checked: hooks on gradients, which run between micro-batches and may change what the step reads next,
+and methods that Python calls implicitly, such as ``__enter__``, of objects that a function refers to. Code of models
+from installed libraries is trusted, since its changes of modules and objects were seen when the step was captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.source import LIGHTNING_FOLDERS, PACKAGE, is_instal
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
 _TORCH = str(Path(torch.__file__).parent)
-# Files whose Python functions only wrap operations and calls of modules.
+# Files whose functions only wrap operations and calls of modules, so they are not checked.
 _NEUTRAL = (
     PACKAGE,
     *(
@@ -62,8 +62,8 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
     "removeprefix", "removesuffix", "is_integer", "bit_length",
     "sqrt", "log", "exp", "floor", "ceil", "prod", "isclose", "tanh", "sin", "cos",
 ))
-# Methods that change their object: those of modules, which lie in neutral files; and others, in a branch that was not
-# taken. Where the latter are called, they are seen.
+# Methods that change their object. Code that merely refers to one is refused: calls of those of modules are not seen,
+# since they are in neutral files, and calls of others are not seen in a branch that is not taken.
 _CHANGING = frozenset((
     "train", "eval", "requires_grad_", "load_state_dict", "add_module", "append", "extend", "setdefault", "setattr",
     "pop", "popitem", "popleft", "appendleft", "extendleft", "insert", "remove", "discard", "clear",
@@ -71,19 +71,19 @@ _CHANGING = frozenset((
     *(name for name in dir(nn.Module) if name.startswith("register_")),
 ))
 # fmt: on
-_CHANGING_DICTS = ("update", "add", "subtract")  # metrics and torch have functions of these names, too
-# Methods that nothing in a step calls by an operator or a statement, or that make the object.
+_CHANGING_DICTS = ("update", "add", "subtract")  # of dicts and sets only: metrics and torch have these names, too
+# Methods that no operator or statement of a step calls, and those that make an object.
 _NOT_OF_STEPS = frozenset((
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",
     "__str__", "__eq__", "__hash__", "__getstate__", "__setstate__", "__reduce__", "__deepcopy__", "__copy__",
 ))  # fmt: skip
-_MOST = 1000  # items of a container that is searched for objects
+_MOST = 1000  # containers with more items are not searched
 _IMMUTABLE = (str, bytes, int, float, complex, tuple, frozenset, bool)
 
 
 @functools.lru_cache(4096)
 def stores(code: types.CodeType) -> str | None:
-    """Return a description of the first store of a function besides its local variables; None: there is none."""
+    """Return a description of the first instruction that stores into something besides local variables, or None."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in _STORES:
             return f"line {code.co_firstlineno} of {Path(code.co_filename).name} has a function that stores something"
@@ -93,12 +93,12 @@ def stores(code: types.CodeType) -> str | None:
 
 
 class Purity:
-    """A context that checks the Python functions which a step calls in this thread.
+    """A context that checks the Python functions that a step calls in this thread.
 
-    Functions that the code names and does not call now, since it takes another branch, are checked too.
+    Functions that its code refers to, but does not call since it takes another branch, are checked too.
 
     Args:
-        within: return whether a unit is running, whose functions are not checked.
+        within: returns whether a unit is running. Functions in units are not checked.
         module: module that has the step; functions of its submodules' classes are found by their names.
 
     Attributes:
@@ -106,7 +106,7 @@ class Purity:
     """
 
     def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
-        self.why_not: str | None = "nothing of the step was seen"
+        self.why_not: str | None = "its Python was not seen"
         self._module = module
         self._classes = list(dict.fromkeys((*map(type, module.modules()), *users_classes(module))))
         self._package = type(module).__module__.partition(".")[0]  # the user's own, even if it is installed
@@ -121,7 +121,7 @@ class Purity:
         if self._looks:
             sys.setprofile(self._look)
         else:
-            self.why_not = "a profiler runs, beside which nobody can look at the step"
+            self.why_not = "a profiler runs, so that its Python cannot be checked"
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -145,7 +145,7 @@ class Purity:
 
     def _judge(self, frame: types.FrameType, event: str, function: Any) -> None:
         code, path = frame.f_code, _origin(frame)
-        logs = code.co_name == "log_dict" and path.startswith(LIGHTNING_FOLDERS)  # which calls self.log
+        logs = code.co_name == "log_dict" and path.startswith(LIGHTNING_FOLDERS)  # it only calls self.log
         if path.startswith(_NEUTRAL) or logs or self._is_of_library(frame):
             return
         if event == "call":
@@ -155,7 +155,7 @@ class Purity:
             self.why_not = f"{Path(code.co_filename).name}:{frame.f_lineno} calls {name}()"
 
     def _stores(self, code: types.CodeType, names: Mapping[str, Any]) -> str | None:
-        """Return a description of the first store of a function, or of one that it may call; None: there is none."""
+        """Return a description of the first store in a function, or in one that it may call, or None."""
         if code in self._known:
             return None
         self._known.add(code)
@@ -172,13 +172,13 @@ class Purity:
         return next((why for part in inner if (why := self._stores(*part)) is not None), None)
 
     def _changing_dicts(self, code: types.CodeType, names: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of methods that code may call of a dict or set that a name of its own holds."""
+        """Yield the names of changing methods that code calls on a name that holds a dict or set."""
         for (_, name, *_), (_, method, _, follows) in pairwise(naming(code)):
             if follows and method in _CHANGING_DICTS:
                 yield from (method for held in self._held(name, names) if isinstance(held, (dict, set)))
 
     def _held(self, name: str, names: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield what a global variable and attributes of modules of this name hold."""
+        """Yield the objects in the global variable and the attributes of modules that have this name."""
         yield names.get(name)
         yield from (vars(module)[name] for module in self._module.modules() if name in vars(module))
 
@@ -202,7 +202,7 @@ class Purity:
 
 
 def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
-    """Yield the functions that are called with gradients of modules' outputs and of parameters."""
+    """Yield the functions of backward hooks of modules, and of gradient hooks of parameters."""
     with untraced():
         registries = [getattr(p, name, None) for p in module.parameters() for name in GRADIENT_HOOKS]
     for inner in module.modules():
@@ -216,7 +216,7 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
 
 
 def _implicit(held: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yield the functions that are reached, and the methods of objects that Python may call without their names."""
+    """Yield the functions reachable from these objects, and the methods that Python may call implicitly."""
     reached = led_to(held, _MOST)
     yield from (found for found in reached if isinstance(found, types.FunctionType))
     for base in dict.fromkeys(base for obj in reached for base in type(obj).__mro__):

@@ -3,15 +3,15 @@
 ::
 
     plain                  F0 F1 . . . B0 ......... keeps all that F0 and F1 computed
-    recompute=True         F0 F1 . . . F0'B0 ...... keeps what F0 and F1 received; F0' is the replay once more
+    recompute=True         F0 F1 . . . F0'B0 ...... keeps what F0 and F1 received; F0' replays F0
     recompute=["blocks"]   F0 F1 . . . B0'......... keeps the inputs of these units, each repeated within the backward
 
 For a whole stage, the step function is replayed a second time with the inputs, random numbers and state of the first
-time. So glue, autocast and everything else around the units is as it was. Only one full stash exists, during the
-backward, whatever is in flight. Single units use ``torch.utils.checkpoint``: no glue is repeated, and the last stage
-saves memory even if its backward follows at once.
+time. So glue, autocast and everything else around the units is the same. Only one full stash exists at a time, during
+the backward, however many micro-batches are in flight. Single units use ``torch.utils.checkpoint``: no glue is
+repeated, and the last stage saves memory even if its backward follows at once.
 
-A repetition leaves no trace: buffers and attributes of modules are as before it, and nothing is logged.
+A repetition has no lasting effects: it restores buffers and attributes of modules, and logs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_avgpipe.state.untouched import attributes, random_state
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomState
 
-# -- what a repetition finds, and leaves -----------------------------------------------------------------------------
+# -- the state for a repetition -------------------------------------------------------------------------------------
 
 
 class _Repeating(threading.local):
@@ -57,12 +57,12 @@ def is_repeating() -> bool:
 class ForwardState:
     """The state of modules that a forward reads and changes, as it was before the forward.
 
-    It must be constructed before the first execution. Buffers that are known to change from the capture are copied. Of
-    attributes, those are kept that the first execution changes.
+    It must be constructed before the first execution. Buffers and parameters that changed in the capture are copied. Of
+    the attributes, those that the first execution changes are kept.
 
     Args:
         modules: modules that the forward may change.
-        changed: parameters and buffers of these that it changes.
+        changed: parameters and buffers of these modules that it changes.
         read: roots of objects that it reads or changes, and that other code may change before the repetition.
     """
 
@@ -103,7 +103,7 @@ class ForwardState:
         for before in self._before[::-1]:
             before.restore()
         for module, name, copy in self._buffers:
-            # another object, since the contents may be saved for a backward, and each repetition changes its own
+            # a new object, since a backward may need the saved contents, and each repetition changes its buffer
             module._buffers[name] = copy.clone()
         memory = [(parameter, parameter.detach()) for parameter, _ in self._parameters]
         for parameter, copy in self._parameters:
@@ -128,10 +128,10 @@ class ForwardState:
 
 
 class Observations:
-    """The results of ``self.log`` and metrics in the first execution, which a repetition gets without calling them.
+    """The results of ``self.log`` and metrics in the first execution, which its repetition reuses.
 
     Args:
-        observe: call them; None: they are called directly.
+        observe: calls these functions; None: they are called directly.
     """
 
     def __init__(self, observe: Observe | None) -> None:
@@ -169,7 +169,7 @@ class Repetition:
 
     Attributes:
         overwritten: received values that the stage changes in place although they are needed again.
-        units: returns the function that executes a unit, which keeps its inputs only; None: no unit is repeated.
+        units: wraps the function that executes a unit, so that it keeps only its inputs; None: no unit is repeated.
     """
 
     def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
@@ -197,12 +197,12 @@ class Repetition:
         return ForwardState(self._scope, _held(self._registers), self._read)
 
     def _repeatable(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that executes a unit; ``run`` itself if the unit was not chosen."""
+        """Wrap the function that executes a unit so that it keeps only its inputs, if the unit was chosen."""
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
         changed = _held(registers_of(self._module, node.states))
-        draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
+        draws = RandomState(self._device)  # kept for every unit, since it may begin to draw
         surroundings: ForwardState | None = None
 
         def unit(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class Repetition:
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
-            # a watcher seeds the draws inside
+            # a watcher seeds the draws, so the checkpoint need not restore generators
             return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return repeatable
@@ -242,7 +242,7 @@ def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
 
 
 def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
-    """Return the variables that units change (global counters), and random generators in others, for late draws."""
+    """Return the variables outside of modules that units change, and the random generators that others lead to."""
     changed, found = {name for path, name in program.graph.changed_by_units if not path}, list[Any]()
     for name, variable in outside(module).items():
         found += [variable] if name in changed else Snapshot([variable], opaque="generators").opaque
@@ -250,7 +250,7 @@ def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
 
 
 def _overwritten(program: StageProgram) -> frozenset[int]:
-    """Return the received values that a stage changes in place, directly or by another value in the same memory."""
+    """Return the received values that a stage changes in place, directly or through a value that shares memory."""
     values = program.graph.values
     written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
     return frozenset(value for value in program.receives if values[value].storage in written)

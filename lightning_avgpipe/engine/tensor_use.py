@@ -1,14 +1,14 @@
-"""Watch over the tensors that a step changes in place, and over those that it takes from another model.
+"""Handle tensors that a step changes in place, and detect those that it takes from another model.
 
-One process finishes each backward before the next forward. In a pipeline several forwards come first::
+A single process finishes each backward before the next forward. In a pipeline, several forwards come first::
 
     one process     F0: w changes   B0 uses w        F1: w changes   B1 uses w
-    a stage         F0: w changes   F1: w changes    B0 uses w as of F0: a copy
+    a stage         F0: w changes   F1: w changes    B0 uses a copy of w after F0
 
-So autograd saves copies of such tensors, as they are at the end of their forward. That is what a backward finds in one
-process: a write by way of ``.data`` changes what was saved before, and after any other write it is an error. A tensor
-that did not change when the step was captured is not copied; a backward that finds it changed raises an error that
-names it.
+So autograd saves copies of such tensors as they are at the end of their forward. A backward in a single process finds
+the same contents: a write through ``.data`` changes what autograd has saved, and any other write after the save is an
+error. A tensor that did not change when the step was captured is not copied. If a backward finds it changed, it raises
+an error that names the tensor.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, address, storage_id, version_of
 
-# Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.
+# Given the names of the buffers that a step changes, returns these and the parameters of other models, by name.
 ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 
 
 def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return for each of these parameters and buffers its register and its name there; the tensor may be replaced."""
+    """Return, for each full name of a parameter or buffer, the module's dict that holds it and its name there."""
     found: dict[str, tuple[Any, str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -52,7 +52,7 @@ def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dic
 class Lasting:
     """The tensors that outlive a micro-batch and that the forwards of a stage change.
 
-    What a stage sends may leave when its next forward has run, so nothing that is sent may lie in their memory::
+    A message may leave only after the next forward has run, so it must not contain views of such tensors::
 
         F0    self.mean.lerp_(..)    sends self.mean[None] of micro-batch 0: a copy, since F1 writes into self.mean
     """
@@ -63,7 +63,7 @@ class Lasting:
         self._holders = list(variables(module, program.graph.written_tensors).values())  # of tensors without a name
 
     def apart(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors without history, as copies if they lie in the memory of these.
+        """Return tensors detached, and cloned if they share memory with the tensors that forwards change.
 
         The weights and attributes of the stage must be in the module.
         """
@@ -88,7 +88,7 @@ class Rewritten:
         return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
-        """Let autograd save copies of these tensors within this context, which a forward runs in."""
+        """Run a forward within this context; if it trains, autograd saves copies of these tensors."""
         return self._copied() if self._registers and trains else nullcontext()
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class Rewritten:
 
 
 class _Copy:
-    """What autograd saves of a tensor that is rewritten: itself during the forward, and a copy from its end on."""
+    """What autograd saves for a rewritten tensor: the tensor itself, replaced by a copy when the forward ends."""
 
     __slots__ = ("tensor",)
 
@@ -132,11 +132,11 @@ def explain_overwritten(error: RuntimeError, program: StageProgram, module: nn.M
             "not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "
             f"{program.stage}). Compute with a clone() of the buffer, or write into it with every micro-batch (by "
             f"nothing, if need be), so that copies are kept. ({str(error).partition(' Hint')[0]})"
-        ) from None  # the original error is quoted; it names no tensor, so it may be another one of this shape
+        ) from None  # quoted above; autograd names no tensor, so it may mean another one of this shape
 
 
 def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> list[str]:
-    """Return the buffers that an error of autograd may mean, which describes the changed tensor without its name."""
+    """Return the buffers that an error of autograd may be about, by the shape and version of the changed tensor."""
     found = _MODIFIED.search(str(error))
     if found is None:
         return []
@@ -163,24 +163,24 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class Inspection(TorchDispatchMode):
-    """A context that finds operations which take tensors of other models.
+    """A context that detects operations that take tensors of other models.
 
     ::
 
         module.layer._parameters["weight"]      the placed model's, whichever pipeline runs
         lambda x: x @ weight                    pipeline 0's for ever: a closure, a partial, a plain object, a global
 
-    A model is placed in the registers of modules, and in their plain attributes. Tensors that user code holds elsewhere
+    A model is placed into parameters, buffers and plain attributes of modules. Tensors that user code holds elsewhere
     cannot be exchanged, and training would continue with wrong gradients and no error. So the first forward of each
-    stage and pipeline is inspected, before any optimizer step: the tensors that its operations take and, since compiled
-    code and C++ may hide these, the leaves to which its gradients would go.
+    stage and pipeline, before any optimizer step, is inspected: the tensors that its operations take and, since
+    compiled code and C++ may hide operations, the leaves to which its gradients would go.
 
     Args:
         foreign_tensors: tensors of other models, by name. Memory is compared, so views and aliases are found too.
         pipeline: number of the pipeline that runs.
     Raises:
         ConfigurationError: there was such an operation; the message names parameters or buffers, and where they were
-            used. Using another model's tensors may be why a step fails, so this error comes before others.
+            used. It replaces any other error, which may be a consequence.
     """
 
     def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]], pipeline: int) -> None:

@@ -1,8 +1,8 @@
-"""Check that a step has no effects that it did not have when it was captured, and that stages would have several times.
+"""Check that a step does not begin, after it was captured, to have effects that several stages would repeat.
 
 Each process has its own copy of what the module holds, and every stage executes the code between units as far as it
-gets. Effects that were captured are known to the cuts. Later ones (a branch that is taken every hundredth batch) would
-happen once per stage, with other results in each process. There is a class for each kind of effect, in
+gets. The cuts allow for the effects that were captured. Later ones (in a branch that is taken every hundredth batch)
+would happen once per stage, with different results in each process. There is a class for each kind of effect, in
 :mod:`~lightning_avgpipe.engine.late_effects` and :mod:`~lightning_avgpipe.engine.late_draws`.
 """
 
@@ -33,12 +33,12 @@ from lightning_avgpipe.utils import tree
 
 
 class Unforeseen:
-    """A check for effects of a stage's forwards that the captured step did not have.
+    """All checks for effects of a stage's forwards that the captured step did not have.
 
     Args:
         program: program of the stage.
         module: the whole module.
-        repeats: whether an earlier stage of this process has run this code before.
+        repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
     Attributes:
         draws: the check of random draws, which watches each node.
@@ -58,7 +58,7 @@ class Unforeseen:
         self._holders = list(variables(module, () if program.is_last else program.graph.mutated_between).values())
 
     def begin_iteration(self) -> None:
-        """Begin an iteration. What is done in the first one, and was put back in the captured step, is not late."""
+        """Begin an iteration. In the first one, effects of the captured step, which were undone, happen again."""
         self._iterations += 1
         for effects in self._effects:
             effects.begin_iteration()
@@ -67,7 +67,7 @@ class Unforeseen:
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
         """Run a forward with these arguments within this context, and check its effects.
 
-        Generators in a micro-batch are restored, since stages of one process share the micro-batch.
+        Random generators in a micro-batch are restored, since stages of one process share the micro-batch.
 
         Raises:
             StepChangedError: it has an effect that the captured step did not have.
@@ -83,20 +83,20 @@ class Unforeseen:
 
     @contextlib.contextmanager
     def checked_program(self) -> Iterator[None]:
-        """Run a program in the place of a forward within this context, and check what its units do to shared objects.
+        """Run a flat program instead of a forward within this context, and check its changes of shared objects.
 
         Raises:
-            StepChangedError: it has changed one, other than by new items of a dict, such as a table that is kept.
+            StepChangedError: it has changed one, other than by new items of a dict, such as a cache.
         """
         self._shared.begin()
         yield
         self._check(self._shared, self._shared.end())
 
     def begin_part(self) -> None:
-        """Begin the stage's part of the step, whose earlier nodes are those of other stages.
+        """Begin the stage's part of the step, at its first node.
 
         Raises:
-            StepChangedError: code before it has changed what each stage of this process would change again.
+            StepChangedError: the code before has a late effect, which each stage of this process would repeat.
         """
         for effects in self._effects:
             self._check(effects, effects.begin_part())
@@ -107,9 +107,9 @@ class Unforeseen:
         self._assignments.note(module, name, before, asked)
 
     def held(self) -> Snapshot:
-        """Return a snapshot of the objects that code between units changes.
+        """Return a snapshot of the objects that code between units changes, to be restored when the step has ended.
 
-        When a stage leaves the step, ``finally`` and the like still run and may change these objects again.
+        After a stage has left the step, ``finally`` blocks and the like still run and may change these objects.
         """
         return Snapshot(self._holders, opaque=True)
 
