@@ -182,7 +182,7 @@ class Attestation:
             found.append(item.__qualname__ if isinstance(item, _CODE) else kind.__qualname__)
 
     def _check(self, operation: Operation, asked: Asked, told: Attested) -> None:
-        """Compare two requests item by item: tensors whose digest is unknown on one of the stages count as equal."""
+        """Compare two requests item by item. If a tensor's digest is unknown on a stage, only shape and dtype count."""
         mine: Any = f"{len(asked)} arguments"
         theirs: Any = f"{len(told.asked)} arguments"
         if len(asked) == len(told.asked):

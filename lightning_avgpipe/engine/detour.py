@@ -5,8 +5,8 @@
     captured   embed | sdpa                    | block1 | head, loss
     now        embed | expand, reshape, sdpa   | block1 | head, loss
                        ^                         ^
-                       here the step leaves      a unit of a later stage: here this stage ends, and its message
-                       the captured path         describes the nodes that it executed instead
+                       here the step leaves      a unit of a later stage: here this stage ends, wherever it ended in
+                       the captured path         the capture, and its message describes the nodes that it executed
 
 Every stage executes the same step on the same micro-batch, so later stages come to the nodes that the message
 describes. Units must still come in the order of the stages; a stage may execute none. A value keeps the index that it

@@ -28,7 +28,7 @@ class Compiler:
 
     ::
 
-        training_step            follows the step, as ever: values travel, logs are collected
+        training_step            is followed as without a compiler: values are sent, logs are collected
           blocks.3(x)            a unit: its forward is compiled, with all that it calls
           x + residual           glue runs as it is
 
@@ -76,8 +76,8 @@ class Compiler:
                     reason = " ".join(str(error).split())[:_SHOWN]
                     raise ConfigurationError(
                         f"the unit '{name}' cannot be compiled (compile={self._options or True!r}): {reason}. Use "
-                        "another backend (compile={'backend': 'aot_eager'}), keep what it stumbles over from the "
-                        "compiler with torch.compiler.disable, or use compile=False"
+                        "another backend (compile={'backend': 'aot_eager'}), exclude the code that fails with "
+                        "torch.compiler.disable, or use compile=False"
                     ) from error
 
             self._forwards[id(module)] = call

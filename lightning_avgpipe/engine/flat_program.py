@@ -467,7 +467,7 @@ class ProgramWriter:
     def skipped(self, node: Node) -> None:
         """Note that a node of another stage was skipped."""
         if node.writes:
-            raise Unwritable(f"{node} writes into what it is given")
+            raise Unwritable(f"{node} writes into its arguments")
         if node.kind == "call":
             self._instructions.append(Instruction("skipped", node.name, call_module, node=node))
 
@@ -477,7 +477,7 @@ class ProgramWriter:
         if any(isinstance(tensor, Absent) for tensor in tree.tensors((args, kwargs))):
             return
         if not tree.tensors(result):
-            raise Unwritable(f"a {type(module).__name__} tells the step what is in the batch")
+            raise Unwritable(f"a {type(module).__name__} returns no tensors, but facts about the batch")
         form = _form(result, tree.tensors(result))
         self._write("glue", partial(call_module, module), args, kwargs, result, module, answer=form)
 
@@ -515,9 +515,9 @@ class ProgramWriter:
         if node.lasting or node.exports or node.generators or node.kind == "region":
             raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
         if node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
-            raise Unwritable(f"{node} tells the step numbers")
+            raise Unwritable(f"{node} returns numbers of tensors")
         if node.kind == "glue" and _is_sized_by_numbers(operation):
-            raise Unwritable(f"{node} gives a shape that depends on numbers")
+            raise Unwritable(f"{node} returns a shape that depends on numbers of tensors")
         if operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             raise Unwritable(f"{node} has hooks")
         run = operation.run if operation.module is None else partial(call_module, operation.module)
@@ -541,7 +541,7 @@ class ProgramWriter:
     def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that only looked at values."""
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
-            raise Unwritable(f"{function_name(run)}() tells the step numbers")
+            raise Unwritable(f"{function_name(run)}() returns numbers of tensors")
         self._write("observe", run, args, kwargs, result, answer=_free_form("observe", None, result, ()))
 
     @_writing
@@ -645,7 +645,7 @@ class ProgramWriter:
                 raise Unwritable(f"the step changes a {type(item).__qualname__} between units")
             return TensorSlot(known[0])
         if not self._takes_objects:
-            raise Unwritable(f"the step hands on an object of {type(item).__module__}.{type(item).__qualname__}")
+            raise Unwritable(f"the step passes on an object of {type(item).__module__}.{type(item).__qualname__}")
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
@@ -659,7 +659,7 @@ class ProgramWriter:
         try:
             data, tensors = self.context.packer.pickled(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
+            raise Unwritable(f"the step passes on an object that cannot be copied: {error}") from error
         return data, tuple(map(self._template, tensors))
 
     def _of_tensor(self, tensor: Tensor) -> Any:

@@ -93,7 +93,7 @@ class Exchange:
         ways = "; ".join(f"rank {self._cluster.group.ranks[r]} came to {place}" for r, place in enumerate(places))
         raise StepChangedError(
             f"the processes have taken different ways: {ways}. All of them run the same steps and hooks, and must call "
-            "the same submodules: a condition on the rank, the time or a random number of another generator leads apart"
+            "the same submodules: no condition may depend on the rank, the time or a random generator of the user's"
         )
 
 

@@ -131,10 +131,9 @@ class LateDraws(LateEffects):
 
     def _draws(self, where: str) -> str:
         return (
-            f"draws random numbers from {where}, and did not when it was followed to be divided, so each stage would "
-            f"draw its own (stage {self._program.stage}); draw from it in the first step too, so that no cut lies "
-            "before the last draw, or draw from torch's, Python's or NumPy's common generator, which gives all stages "
-            "the same"
+            f"draws random numbers from {where}, and did not when it was captured, so each stage would draw different "
+            f"ones (stage {self._program.stage}); draw from it in the first step too, so that no cut lies before the "
+            "last draw, or draw from torch's, Python's or NumPy's global generator, which gives all stages the same"
         )
 
 

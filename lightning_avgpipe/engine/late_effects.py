@@ -1,4 +1,4 @@
-"""Detect effects that a step begins to have after it was captured, on attributes and objects that stages copy.
+"""Detect effects on attributes and objects, of which stages have copies, that a step begins to have after capture.
 
 Capture shows what a step assigns and changes on the first micro-batch, and the cuts allow for that. A change that it
 begins to make later (``if self.global_step >= 1000: self.drop.p = 0.5``) is harmless if all stages that read it make
@@ -328,8 +328,8 @@ class LateItems(LateEffects):
         if self._iterators is None or not (taken := self._iterators.advanced()):
             return None
         return (
-            f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
-            f"would take others (stage {self._program.stage}). Make it a part of the batch (CombinedLoader), or "
+            f"takes items from the iterator '{taken}', and did not when it was captured; each stage would take "
+            f"different ones (stage {self._program.stage}). Make it a part of the batch (CombinedLoader), or "
             "count in an attribute"
         )
 

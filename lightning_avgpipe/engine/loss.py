@@ -47,7 +47,7 @@ def loss_in(result: Any) -> torch.Tensor:
     """Return the loss in what training_step returned; only its type is checked.
 
     Raises:
-        ConfigurationError: there is no tensor.
+        ConfigurationError: there is no loss, or it is no tensor.
     """
     found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, torch.Tensor):

@@ -70,7 +70,7 @@ class Part(NamedTuple):
             these stages; or the path that they took.
         key: key of this execution's random numbers.
         observe: calls ``self.log`` and metrics on the last stage; None: they are called directly.
-        repeat: wraps the function that executes a unit, so that it keeps less for the backward; None: as they are.
+        repeat: wraps the function that executes a unit, so that it keeps less for the backward; None: none is wrapped.
         tap: position after the start of the program at which values are copied; 0: none.
         attested: requests for the nodes of earlier stages, see :mod:`~lightning_avgpipe.engine.attestation`.
     """

@@ -66,7 +66,7 @@ class LoadedStep:
         stages: stages of this process.
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
-        trained: the parameters that are trained, by which stages may have nothing to train.
+        trained: the trained parameters, which determine what stages have nothing to train.
         shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: values of the attributes that units of any stage change.
         relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
@@ -258,9 +258,9 @@ class Pipeline:
         loaded, lanes = self.steps[step], []
         if strange := schedule.relays - loaded.relays:
             raise ScheduleError(
-                f"the schedule {schedule.name!r} has values pass the stages {', '.join(map(str, sorted(strange)))} for "
-                f"{schedule.num_microbatches} micro-batches, and not with as many as training began with; let it do so "
-                "with any number"
+                f"the schedule {schedule.name!r} relays values past the stages {', '.join(map(str, sorted(strange)))} "
+                f"for {schedule.num_microbatches} micro-batches, and did not for the number with which training began; "
+                "let it relay past the same stages for any number"
             )
         turns = turns_of(schedule)
         self._wait_for_device()
@@ -367,8 +367,8 @@ class Engine:
             check_hosted(schedule, [*map(stage_map.owner, range(stage_map.num_stages))])
             if self._rolls and schedule.relays:
                 raise ScheduleError(
-                    f"the schedule {schedule.name!r} has values pass stages, whose weights go on before each "
-                    "iteration: iterations cannot roll; use Averaging(rolling=False), or another schedule"
+                    f"the schedule {schedule.name!r} relays values past stages, whose weights are passed on before "
+                    "each iteration, so iterations cannot roll; use Averaging(rolling=False), or another schedule"
                 )
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True):
             assert pipeline.number not in self._begun

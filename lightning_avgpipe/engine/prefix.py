@@ -90,14 +90,14 @@ class Prefix:
             return self._kept.read(micro_batch, self._device, self.stages)
         if message is not None and message.micro_batch != micro_batch:
             raise StepChangedError(
-                f"stage {stage} wants micro-batch {micro_batch} and received {message.micro_batch}; the stages do not "
-                "run the same schedule"
+                f"stage {stage} expected micro-batch {micro_batch} and received {message.micro_batch}; the stages do "
+                "not run the same schedule"
             )
         if message is not None and message.forward_only != self.stages:
             raise StepChangedError(
-                f"of {num_stages} stages the first {message.forward_only} have nothing to train as stage {stage - 1} "
-                f"sees it, and the first {self.stages} as stage {stage} sees it; freeze and unfreeze parameters on "
-                "every process, not only if is_global_zero"
+                f"stages {stage - 1} and {stage} of {num_stages} disagree about how many of the first stages have "
+                f"nothing to train: {message.forward_only} or {self.stages}; freeze and unfreeze parameters on every "
+                "process, not only if is_global_zero"
             )
         return message
 
@@ -130,8 +130,8 @@ class Prefix:
         # a leaf that requires a gradient is no error: it was not computed from parameters
         if any(tensor.grad_fn is not None for tensor in replayed.sent):
             raise StepChangedError(
-                f"stage {self._program.stage} has nothing to train by requires_grad of its parameters, and yet what it "
-                f"computes asks for a gradient, which it did not when {self._program.graph.step} was captured: the "
+                f"no parameter of stage {self._program.stage} has requires_grad, and yet what it computes requires a "
+                f"gradient, which it did not when {self._program.graph.step} was captured: the "
                 "step calls requires_grad_() in some batches only, or uses parameters that it did not use then. Set "
                 "requires_grad of parameters before the step, and let the first batch do what all others do"
             )

@@ -122,7 +122,7 @@ class Drawing:
     def of(cls, module: nn.Module, graph: CallGraph) -> Drawing:
         """Find the modules of a step that draw or may draw.
 
-        These include all modules outside of units, and those that may draw by chance and did not when captured.
+        Included are all modules outside of units, and those that by chance did not draw when the step was captured.
         """
         drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, frozenset(graph.units)
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}

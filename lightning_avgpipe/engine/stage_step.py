@@ -71,7 +71,7 @@ def why_follow(program: StageProgram) -> str | None:
         "it draws from Python's or NumPy's generators": graph.host_drawing,
         "it has generators of its own": graph.generators,
         "it holds iterators": graph.iterators,
-        "it decides by numbers": any(node.reads_numbers for node in graph.nodes[: program.end]),
+        "it branches on numbers of tensors": any(node.reads_numbers for node in graph.nodes[: program.end]),
     }
     return next((reason for reason, found in reasons.items() if found), None)
 
@@ -138,7 +138,7 @@ class Programs:
         self._program = program
         self._module, self._context = module, context
         self._iteration = 0
-        self._audits, self._agreed = True, False  # _agreed: two programs of one form were equal
+        self._audits, self._agreed = True, False  # all are followed now; two programs of one form were equal
         self._written: list[tuple[Any, FlatProgram]] = []  # with their forms
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:

@@ -67,7 +67,7 @@ class Later(Taking):
 def test_a_step_that_begins_later_to_take_items_ends_by_name(inside: bool) -> None:
     model = Later(itertools.count(1), inside)
     with pytest.raises(
-        StepChangedError, match="takes items from the iterator 'items', and did not when it was followed"
+        StepChangedError, match="takes items from the iterator 'items', and did not when it was captured"
     ):
         pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
 
