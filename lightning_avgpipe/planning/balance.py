@@ -7,8 +7,8 @@
     gaps            [   ]        [    ]       [   ]          between two calls; one position of each is enough
     cuts                  |            |                     3 stages
 
-A gap offers the position where the fewest bytes cross, and the earliest of equal ones, so that glue belongs to the
-same stage as the call that reads it.
+Of each gap only the legal position where the fewest bytes cross is considered, and the earliest of equal ones, so that
+glue belongs to the same stage as the call that reads it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
 from lightning_avgpipe.utils.names import is_within
 
-# Among partitions within this share of the best bottleneck, the most even one with the least traffic is taken.
+# Of the partitions whose bottleneck is at most this share above the best one, the most even, with little traffic, wins.
 _SLACK = 0.01
-_SHOWN = 3  # reasons in an error
-_LEAST = 0.05  # parts of a step with a smaller share of the time are no reason
+_SHOWN = 3  # largest number of reasons in an error
+_LEAST = 0.05  # parts of a step with a smaller share of the time are not given as reasons
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Gap:
 
     Attributes:
         after: index of the call before the gap.
-        before: index of the call behind the gap.
+        before: index of the call after the gap.
         position: legal position where the fewest bytes cross; the best illegal one if none is legal.
         nbytes: bytes that cross a cut at this position.
         obstacle: why no position is legal; None if one is.
@@ -55,7 +55,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
     """Return the gaps between all consecutive calls of units, in program order.
 
     Glue with parameters (``F.linear(x, self.fc.weight)``) counts as a call. A cut with no parameters on one of its
-    sides counts as illegal, because that stage would have nothing to train.
+    sides counts as illegal, because a stage there would have nothing to train.
     """
     calls = [node.index for node in _calls(graph)]
     trained = [node.index for node in graph.nodes if node.parameters and node.index not in graph.upkeep]
@@ -87,15 +87,15 @@ def cut_balanced(
 ) -> tuple[int, ...]:
     """Return the cuts that make the slowest stage or transfer as fast as possible, and the others even.
 
-    Among the partitions with the best bottleneck, the one with the least sum of ``stage time squared / bottleneck`` and
-    all transfers is taken. So stages share the rest evenly even where one unit alone is the bottleneck. Of equal
-    partitions the earliest cuts are taken.
+    Among the partitions within ``slack`` of the best bottleneck, the one with the smallest sum of transfer times and of
+    ``stage time squared / bottleneck`` is taken. So the other stages are even too if one unit alone is the bottleneck.
+    Of equal partitions the one with the earliest cuts is taken.
 
     Args:
         graph: call graph to be cut.
         costs: costs of its nodes and hops.
         num_stages: K, number of stages.
-        memory: memory limit of the stages, and sizes of parameters, of which a cut may make copies.
+        memory: memory limit of the stages, and sizes of parameters, which a cut may duplicate.
         whole: unit -> why it cannot be opened, for messages.
         replicas: number of replicas of each stage, which share its micro-batches; empty: one of each.
         slack: share by which the slowest stage or transfer may exceed the best possible bottleneck.
@@ -194,7 +194,7 @@ def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stage
 
 
 def scattered(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """Return the units whose parameters are on no single stage; the arguments are those of :func:`cut_like`."""
+    """Return the units for which no stage has all their parameters; the arguments are those of :func:`cut_like`."""
     found = []
     for node in graph.nodes:
         holders = [set(stages_of[name]) for name in node.parameters if name in stages_of]
@@ -240,7 +240,7 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
 def limits(
     graph: CallGraph, costs: Costs, whole: Mapping[str, str], start: int = 0, end: int | None = None
 ) -> list[str]:
-    """Return the parts between two positions of a graph that cannot be divided, and why, the largest first.
+    """Return lines that say which parts between two positions of a graph cannot be divided, and why, largest first.
 
     Args:
         graph: call graph of a step.
@@ -268,7 +268,7 @@ def limits(
 
 
 def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int]) -> PartitionError:
-    """Make the error that says how much memory the partition with the least need lacks, and what would help."""
+    """Make the error that says how much memory even the leanest partition lacks, and what would help."""
     chosen, k = ranges.leanest()
     bounds = [0, *chosen, len(positions) - 1]
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit

@@ -1,4 +1,4 @@
-"""Costs of nodes, measured or counted, and of the units between possible cuts."""
+"""Costs of nodes, measured or estimated, and of the units between possible cuts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Costing:
-    """The settings of how costs are found.
+    """The settings that say how costs are found.
 
     Attributes:
-        kind: ``"measured"``: on the device; ``"flops"``: counted operations.
+        kind: ``"measured"``: seconds on the device; ``"flops"``: counted operations.
         cache: cache of measured costs; None: costs are measured every time.
         samples: measurements on this device for earlier plans, which are reused.
     """
@@ -106,12 +106,12 @@ class UnitCosts:
 
 
 def all_reduce_s(nbytes: float, devices: int, bytes_per_s: float) -> float:
-    """Return the seconds in which devices all-reduce so many bytes around a ring of links of this rate."""
+    """Return the seconds of a ring all-reduce of ``nbytes`` bytes over links of this bandwidth."""
     return 2 * (devices - 1) / devices * nbytes / bytes_per_s
 
 
 def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) -> tuple[UnitCosts, tuple[int, ...]]:
-    """Return the costs of units between the legal cuts that divide the uses of no parameter, and these cuts.
+    """Return the costs of units between the legal cuts that do not separate uses of one parameter, and these cuts.
 
     Args:
         graph: call graph of the step.

@@ -19,7 +19,7 @@ from lightning_avgpipe.utils.names import close_to, is_within, joined
 _ATOMS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "is one operation",
     nn.RNNBase: "is one operation for all of its layers; chain several with num_layers=1",
-    torch.jit.ScriptModule: "is a TorchScript module, in which nobody can follow; script its parts one by one",
+    torch.jit.ScriptModule: "is a TorchScript module, which cannot be followed inside; script its parts one by one",
 }
 
 
@@ -44,7 +44,7 @@ class Divisible:
     module: nn.Module
     device: torch.device | None = None
     observers: Collection[nn.Module] = ()
-    # modules that must be units, for what their own code does
+    # modules that must be units -> what their own code does that only a unit may do
     _units: dict[str, str] = field(default_factory=dict, init=False, compare=False)
     _changing: set[int] = field(default_factory=set, init=False, compare=False)  # ids of objects that steps change
 
@@ -61,8 +61,8 @@ class Divisible:
     def capture(self, step: Step, units: Sequence[str] | None = None) -> CallGraph:
         """Capture the call graph of a step at the granularity of these units; None: of the coarsest units.
 
-        A module whose own code does what only the inside of a unit may do, such as to seed torch's random number
-        generators, becomes a unit.
+        A module becomes a unit if its own code does what only units may do, such as seeding torch's random number
+        generators.
         """
         units = self.units() if units is None else units
         while True:
@@ -81,7 +81,7 @@ class Divisible:
         return tuple(self._below(""))
 
     def split(self, units: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-        """Return units that are refined until a unit begins at each of the names.
+        """Return the units, opened until a unit begins at each of the names.
 
         Raises:
             PartitionError: a name is not that of a submodule. The message says which names come close.

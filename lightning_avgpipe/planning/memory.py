@@ -1,4 +1,4 @@
-"""Memory: what a stage may use, what it is expected to need when it is planned, and what it holds when it runs."""
+"""Memory: how much a stage may use, is expected to need when it is planned, and holds when it runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MemoryLimit = str | int | float | None
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_UNKNOWN_COPIES = 2  # as for Adam
+_UNKNOWN_COPIES = 2  # assumed for an unknown optimizer, as for Adam
 _SINGLE_BYTES = 4
 
 
 def parse_limit(limit: MemoryLimit) -> float:
-    """Parse a limit into bytes or, if the result is at most 1, a fraction of the device's memory; infinite for None.
+    """Parse a limit into a number of bytes, or a fraction of the device's memory if it is at most 1; None: infinite.
 
     Raises:
         ConfigurationError: the limit is not a number of bytes, a size such as "10GB", or a fraction.
@@ -72,19 +72,19 @@ class Memory:
 
     Attributes:
         limit: bytes that each stage may use; infinite by default.
-        weights: full name of each parameter or buffer -> its bytes, which cross a link once in an iteration if
-            several stages use it; empty: this traffic is not counted.
+        weights: full name of each parameter or buffer -> its bytes, which cross a link once per iteration if several
+            stages use it; empty: this traffic is not counted.
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: largest number of micro-batches in flight on each stage, shape ``(K,)``; empty: one on every stage.
-        num_microbatches: M, number of micro-batches over which work that is done once in an iteration is spread.
+        num_microbatches: M, number of micro-batches, over which costs that arise once per iteration are spread.
         repeats: whether each stage repeats its forwards, shape ``(K,)``. Such a stage has one stash at a time, and
             keeps the values received for all micro-batches in flight. Empty: no stage repeats.
-        extra_bytes: full name -> bytes of a weight version besides the current one, or of optimizer states that are
-            sharded over processes.
+        extra_bytes: full name -> bytes of one further weight version, or of optimizer states that are sharded over
+            processes.
         extra_factors: number of further versions, or fraction of the sharded states, that each stage holds, shape
             ``(K,)``; empty: none.
-        stashed: largest number of micro-batches of which each stage has a stash, shape ``(K,)``; empty: all that are in
-            flight.
+        stashed: largest number of micro-batches that each stage has stashed at the same time, shape ``(K,)``; empty:
+            all that are in flight.
         doubles: stages that also run the forwards of the stage before them.
         doubled: full name of each parameter or buffer -> bytes that the stages in ``doubles`` hold for it, if the stage
             before uses it.
@@ -111,7 +111,7 @@ class Memory:
         return self.extra_factors[stage] if self.extra_factors else 0
 
     def stashes(self, stage: int) -> int:
-        """Return of how many micro-batches a stage has a stash at the same time."""
+        """Return how many micro-batches a stage has stashed at the same time."""
         if self.is_repeated(stage):
             return 1
         return self.stashed[stage] if self.stashed else self.flights(stage)
@@ -156,7 +156,7 @@ class Holding:
 
     Attributes:
         total: bytes of weights, gradients, optimizer states and the batch.
-        coming: the part of ``total`` that is not allocated yet, such as optimizer states before the first step.
+        coming: part of ``total`` that is not allocated yet, such as optimizer states before the first step.
     """
 
     total: int
@@ -171,7 +171,7 @@ class UpdateScheme:
         policy: weight policy, which says which weights actions use.
         sharing: number of replicas of the pipeline that shard the optimizer states of each stage; 0: no sharding.
         rolling: whether parallel pipelines go on without waiting for each other.
-        late: whether averagings end while models go on, for which each model is kept as it was.
+        late: whether models go on while they are averaged, which needs a copy of each model as it was before.
     """
 
     policy: WeightPolicy = WeightPolicy()  # noqa: RUF009
@@ -202,7 +202,7 @@ class Conditions:
 
 
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
-    """Return how many tensors of its size the optimizers keep for a parameter; 2, as for Adam, where unknown."""
+    """Return how many tensors of a parameter's size the optimizers keep for it; 2, as for Adam, if unknown."""
     return max(map(_copies, optimizers), default=_UNKNOWN_COPIES)
 
 
@@ -223,9 +223,9 @@ def memory_of(
     recompute: bool = False,
     replicas: Sequence[int] = (),
 ) -> Memory:
-    """Return the sizes of weights, and how many micro-batches each stage has in flight.
+    """Return the sizes of weights, and the number of micro-batches that each stage has in flight.
 
-    Each of several parallel models has its own trained parameters, and all share a reference.
+    Each parallel model has trained parameters of its own, and all share one reference.
 
     Args:
         module: module that is divided.
@@ -280,7 +280,7 @@ def _held_bytes(tensor: Tensor, conditions: Conditions, training: bool, rolling:
 
 
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
-    """Return the bytes of a parameter that parallel models share: the reference, and with groups a float32 sum."""
+    """Return the bytes that parallel models share for a parameter: the reference, and with groups a float32 sum."""
     if num_pipelines * num_groups == 1:
         return 0
     widened = max(1, _SINGLE_BYTES // tensor.element_size())
@@ -288,9 +288,9 @@ def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int
 
 
 def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
-    """Return the bytes of a parameter that rolling models need for averaging one at a time.
+    """Return the further bytes for a parameter if rolling models are averaged one at a time.
 
-    These are the start values of each model, the previous reference, and with groups a further float32 sum.
+    These hold the start values of each model, the previous reference, and with groups a further float32 sum.
     """
     if num_pipelines * num_groups == 1:
         return 0
@@ -304,9 +304,9 @@ class ModelBytes:
 
     Attributes:
         model: bytes of each model: trained parameters, their gradients and optimizer states, changed buffers, a batch.
-        reference: bytes of the reference that all models share, where there are several models or groups.
+        reference: bytes of the reference that all models share if there are several models or groups.
         shared: bytes of the frozen parameters, which all models share.
-        coming: the part of ``model`` that is not allocated yet.
+        coming: part of ``model`` that is not allocated yet.
     """
 
     model: int
@@ -323,13 +323,13 @@ def model_bytes(
     num_microbatches: int,
     num_groups: int = 1,
 ) -> dict[int, ModelBytes]:
-    """Return the bytes of a model by stage.
+    """Return the bytes of one model on each stage.
 
     Args:
         plan: plan of the module.
         stages: stages whose parameters are in this process.
         module: module that is divided.
-        optimizers: optimizers of the module. For parameters without a state yet, the usual size of it is assumed.
+        optimizers: optimizers of the module. For a parameter without a state yet, the usual size is assumed.
         num_microbatches: M, number of micro-batches of a batch.
         num_groups: number of process groups.
     """
@@ -368,11 +368,11 @@ def holdings(
     rolling: bool = False,
     meeting: bool = False,
 ) -> dict[int, Holding]:
-    """Return the memory of stages of this process that does not depend on the stash, with future optimizer states.
+    """Return the memory of each stage of this process without its stash, but with future optimizer states.
 
-    For several models it is ``shared + N model + reference``, where the sizes are those of pipeline 0, and further
-    copies where pipelines roll. For one model it includes the weight versions of its policy. The other arguments are
-    those of :func:`model_bytes` and :func:`memory_of`.
+    For several models it is ``shared + N model + reference``, with the sizes of pipeline 0, plus further copies if
+    pipelines roll. For one model it includes the weight versions of its policy. The other arguments are those of
+    :func:`model_bytes` and :func:`memory_of`.
 
     Args:
         meeting: whether the further copies of rolling pipelines are already allocated.
@@ -391,7 +391,7 @@ def holdings(
 def with_doubles(
     found: Mapping[int, Holding], plan: Plan, schedule: Schedule, module: nn.Module, num_pipelines: int
 ) -> dict[int, Holding]:
-    """Add the memory of relays, which keep received values, and of the stages behind, which have their weights too."""
+    """Add the memory of relays for the values they keep, and of the stage after each for its copy of their weights."""
     tensors, peaks = dict([*module.named_parameters(), *module.named_buffers()]), peak_stash(schedule)
     further = dict.fromkeys(found, 0)
     for relay in schedule.relays:

@@ -1,4 +1,4 @@
-"""The plan of a model: its stages with their units, parameters and boundaries, and the forecast of an iteration."""
+"""The plan of a model: its stages with their units, parameters and boundaries, and a forecast of an iteration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_avgpipe.schedule.policies import WeightPolicy
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.utils.names import table
 
-_ITERATIONS = 4  # of rolling models, after which one takes as long as the next
+_ITERATIONS = 4  # simulated iterations of rolling models, after which all take equally long
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class StagePlan:
     Attributes:
         index: k, number of the stage, 0-based.
         units: paths of the units that the stage calls, in order of their first call.
-        parameters: full names of the parameters that the stage uses, or may use with another batch. It has a copy of a
-            parameter that other stages use too.
-        states: full names of the buffers that the stage changes.
-        num_parameters: number of elements of these parameters.
+        parameters: full names of the parameters that the stage uses, or may use with another batch. If other stages use
+            one too, each has a copy.
+        states: full names of the parameters and buffers that the step changes and the stage uses.
+        num_parameters: number of elements of all these parameters.
         share: share of the stage in the time of all stages, 0..1.
         forward: time of the forward of one micro-batch, divided by the replicas of the stage; in seconds if costs were
             measured, otherwise in counted operations.
@@ -42,7 +42,7 @@ class StagePlan:
         memory: estimated bytes that the stage needs.
         sends: values that the stage sends to the next one; empty for the last stage.
         leaves: tensors of the batch that the stage needs.
-        wire: format in which values travel to the next stage, and their gradients back; None: as they are.
+        wire: format in which values travel to the next stage, and their gradients back; None: uncompressed.
     """
 
     index: int
@@ -81,13 +81,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of an iteration by simulating the schedule of a plan.
+    """The forecast of an iteration, made by simulating the schedule of a plan.
 
     Attributes:
         schedule: name of the schedule.
         num_microbatches: M, number of micro-batches of an iteration.
-        iteration_s: time of one iteration, of a batch for each model, without the optimizer's step.
-        bubble: share of the time of all stages in which they are idle, 0..1.
+        iteration_s: time of one iteration (a batch for each model) without the optimizer's step, in the unit of costs.
+        bubble: share of the time that stages are idle, 0..1.
         num_models: number N of parallel models in the stages.
     """
 
@@ -110,9 +110,9 @@ class Plan:
         forecast: forecast of an iteration; None if no schedule was given.
         links: link of each hop, shape ``(K-1,)``, in the unit of the stages' times.
         note: why the stages are not even; empty if they are.
-        kept: number of nodes, from the first, whose outputs are kept and not computed again.
+        kept: number of leading nodes whose outputs are cached instead of computed again.
         devices: ranks of the processes of each stage; empty: those of the stage map.
-        remarks: lines on what stages do otherwise than the schedule wants.
+        remarks: lines on where stages deviate from the schedule.
         units: costs of the units between possible cuts; None if they were not measured.
     """
 
@@ -155,7 +155,7 @@ class Plan:
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages of each unit, parameter and buffer, in ascending order; the first one is the owner.
 
-        Names that are missing are used by no stage, and kept by all; so are buffers of units that no step changes.
+        What no stage uses is missing here, and all stages keep it. So are buffers in units that the step never changes.
         """
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
@@ -167,7 +167,7 @@ class Plan:
 
     @cached_property
     def copied(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several stages use, each on its own copy, with these stages."""
+        """The parameters that several stages use, each stage its own copy, with these stages."""
         names = {name for stage in self.stages for name in stage.parameters}
         return {name: stages for name, stages in self.stages_of.items() if name in names and len(stages) > 1}
 
@@ -198,7 +198,7 @@ class Plan:
         return [f"each micro-batch sends {'; '.join(parts)}"] if self.graph.leaves else []
 
     def _saved(self) -> list[str]:
-        """Return lines that say what time on links the wire formats save for a micro-batch, both ways."""
+        """Return lines that say how much time on links the wire formats save for a micro-batch, in both directions."""
         found = []
         for stage, link in zip(self.stages, self.links, strict=False) if self.measured else ():
             if stage.wire is not None:
@@ -254,7 +254,7 @@ def make_plan(
     """Make the plan of the stages between the cuts.
 
     Args:
-        graph: call graph of the step function that decides the plan, in training ``training_step``.
+        graph: call graph of the step function for which the plan is made, in training ``training_step``.
         cuts: K-1 increasing positions.
         costs: costs of its nodes and hops.
         sizes: full name of each parameter -> number of elements.
@@ -299,7 +299,7 @@ def make_plan(
 
 
 def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before: Sequence[StagePlan]) -> Need:
-    """Return the need of a stage that may also run the stage before it: its weights and one stash of it as well."""
+    """Return the need of a stage, which may double the one before it: then it also has its weights and one stash."""
     if stage not in memory.doubles:
         return need
     held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})
@@ -312,7 +312,7 @@ def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
 
     Args:
         plan: plan of the stages.
-        frozen: number of stages, from the first, that run forwards only.
+        frozen: number of leading stages that run forwards only.
     """
     hops = list(zip(plan.links, plan.stages[:-1], strict=True))
     return StageCosts(

@@ -1,4 +1,4 @@
-"""The planner, which captures a step function, refines its units as balance needs, and divides it into stages."""
+"""The planner captures a step function, refines its units as far as balance needs it, and divides it into stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_avgpipe.schedule import build, with_replicas
 _log = logging.getLogger(__name__)
 
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
-# By what share the slowest stage may be slower for less traffic; then the schedule must be faster by _QUICKER.
+# Shares by which the slowest stage may be slower for less traffic, if this shortens the iteration by factor _QUICKER.
 _SLACKS = 0.05, 0.1, 0.2
 _QUICKER = 0.98
 # A slowest stage that exceeds its fair share by this factor is explained, with at most _SHOWN reasons.
@@ -37,10 +37,10 @@ _SHOWN = 3
 
 
 class Proposal(NamedTuple):
-    """A plan that takes the place of the balanced one.
+    """A plan that replaces the balanced one.
 
     Attributes:
-        planner: planner with its number of stages, and of replicas of each.
+        planner: planner with the plan's number of stages, and of replicas of each stage.
         plan: plan with the processes of its stages and a forecast.
         costs: costs of the nodes and hops.
         memory: sizes from which the memory of its stages was estimated.
@@ -53,16 +53,16 @@ class Proposal(NamedTuple):
 
 
 class PlanSource:
-    """A source of other plans than balanced stages, one on each process; this one has none.
+    """A source of plans that replace the balanced one. This base class changes nothing.
 
-    A system derives from it and enters its class in :data:`SOURCES`, or hands an instance to the planner.
+    A system derives from it, and adds its class to :data:`SOURCES` or passes an instance to the planner.
 
     Args:
         bandwidth: the option of :class:`Links`: bytes per second between every two processes, or ``"measured"``.
 
     Attributes:
-        replicates: whether it chooses how many stages there are, at most as many as asked for, and how many processes
-            share each.
+        replicates: whether it chooses the number of stages, at most the requested one, and how many processes share
+            each stage.
     """
 
     replicates = False
@@ -71,27 +71,28 @@ class PlanSource:
         pass
 
     def measure(self, cluster: Any, seconds: Callable[[], float] | None) -> None:
-        """Measure what plans depend on. Every process calls it before each plan for training.
+        """Measure what plans depend on. Every process calls this before each plan for training.
 
         Args:
             cluster: the connected processes.
-            seconds: measure the seconds of the step on the device of this process; None: it has not the whole module.
+            seconds: measures the seconds of the step on the device of this process; None: the process lacks the whole
+                module.
         """
 
     def opened(self, subject: Divisible, units: Sequence[str]) -> Sequence[str]:
-        """Return the units to begin with in the place of these."""
+        """Return the units to begin with instead of these."""
         return units
 
     def costs(self, subject: Divisible, graph: CallGraph, costs: Costs) -> Costs:
-        """Return the costs of a graph's nodes in the place of these."""
+        """Return the costs of a graph's nodes to use instead of these."""
         return costs
 
     def kept(self, graph: CallGraph, costs: Costs) -> int:
-        """Return how many nodes of a final graph, from the first, have outputs that are kept; 0: none."""
+        """Return how many leading nodes of a final graph have outputs that are cached; 0: none."""
         return 0
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
-        """Return a plan to be used in the place of the balanced one; None: it stays."""
+        """Return a plan to use instead of the balanced one; None to keep that one."""
         return None
 
 
@@ -129,17 +130,17 @@ class Planner:
 
     @property
     def measures(self) -> bool:
-        """Whether costs are measured. They are not for one stage, which needs none, or with parameters on meta."""
+        """Whether costs are measured; not for a single stage, nor if parameters are on the meta device."""
         absent = any(p.is_meta for p in self.subject.module.parameters())
         return self.costing.kind == "measured" and self.num_stages > 1 and not absent
 
     def seconds(self, step: Step) -> float:
-        """Return the measured seconds of a step on the device of this process; 0 where they are not measured."""
+        """Return the measured seconds of a step on the device of this process; 0 if they are not measured."""
         if not self.measures:
             return 0.0
         try:
             costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
-        except UnmeasurableError:  # the plan counts its operations, and says so
+        except UnmeasurableError:  # the plan will count operations instead, and log this
             return 0.0
         return sum(costs.forward) + sum(costs.backward)
 
@@ -154,7 +155,10 @@ class Planner:
             units = self.subject.refine(graph.units, wide)
 
     def provisional(self, step: Step, conditions: Conditions) -> Plan:
-        """Make a plan for a step that runs before the deciding step; the last stage runs it if it cannot be divided."""
+        """Make a plan for a step that runs before the step that decides the plan, such as validation before training.
+
+        If it cannot be divided, the last stage runs it alone.
+        """
         planner = replace(self, costing=Costing(), source=PlanSource())
         try:
             return planner.plan(step, conditions)
@@ -166,8 +170,8 @@ class Planner:
     def plan(self, step: Step, conditions: Conditions, units: Sequence[str] = ()) -> Plan:
         """Divide a step into stages.
 
-        Operations are counted while units are refined, which is fast; then the units are measured, and refined further
-        where the measured times ask for it.
+        First units are refined with counted operations, which is fast. Then they are measured, and refined further if
+        the measured times need it.
 
         Args:
             step: step to be divided.
@@ -176,7 +180,7 @@ class Planner:
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
-        try:  # a source that chooses the number of stages takes fewer if so many are not possible
+        try:  # a source that chooses the number of stages gets fewer stages if so many are not possible
             return self._plan(step, conditions, units)
         except PartitionError as error:
             if not self.source.replicates or self.num_stages <= 2:
@@ -224,7 +228,7 @@ class Planner:
         return replace(plan, units=unit_costs, kept=self.source.kept(plan.graph, costs))
 
     def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Return the units to start from, which are opened where this is known to be needed."""
+        """Return the units to start from, opened where options or the source of plans need it."""
         units = self.subject.split(units or self.subject.units(), self.recompute.modules)
         return self.subject.split(self.source.opened(self.subject, units), self.split_points or ())
 
@@ -276,11 +280,11 @@ class Planner:
         return memory if self.measures else replace(memory, weights={})
 
     def sharing(self, replicas: tuple[int, ...], conditions: Conditions) -> tuple[Planner, Memory]:
-        """Return the planner of stages that so many processes share each, and what these stages need.
+        """Return a planner for stages that several processes share, and the memory of these stages.
 
         Args:
             replicas: number of processes of each stage, shape ``(K,)``.
-            conditions: what plans for one process of each stage have to fit.
+            conditions: conditions of plans with one process for each stage.
         """
         schedule = conditions.schedule
         shared = with_replicas(build(schedule.name, len(replicas), schedule.num_microbatches), replicas)
@@ -293,13 +297,13 @@ class Planner:
         return self.source.costs(self.subject, graph, self.recompute.costs(graph, counted))
 
     def _closed(self, step: Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
-        """Return the plan with those units closed again that neither a cut nor the end of kept outputs divides."""
+        """Return the plan with opened units closed again, unless a cut or the end of cached outputs lies in them."""
         stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
         closed = closing(self.subject, plan.graph, stays, self.recompute.modules)
         if closed is None:
             return plan
         graph = self.subject.capture(step, closed.units)
-        if not closed.is_met_by(graph, stays):  # for instance, it uses what a part has set
+        if not closed.is_met_by(graph, stays):  # for example, a closed unit uses what a part of it has set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
         return self.plan_at(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
@@ -328,7 +332,7 @@ class Planner:
 
 
 def _with_second_device(plan: Plan) -> str:
-    """Return a sentence that proposes a second device for the slowest stage, which the others give up; may be empty."""
+    """Return advice to give the slowest stage a second device, taken from the others; empty if that does not help."""
     slowest, others = plan.slowest, plan.num_stages - 2
     if others < 1:
         return ""

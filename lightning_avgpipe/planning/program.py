@@ -51,7 +51,7 @@ class StageProgram:
 
     @cached_property
     def holders(self) -> tuple[tuple[str, str], ...]:
-        """The attributes (module path, name) that hold objects which the step changes by the end of this stage."""
+        """The attributes (module path, name) with objects that code between units changes before this stage ends."""
         return tuple(
             key for key, position in self.graph.mutated_between.items() if position <= self.end or self.is_last
         )
@@ -131,7 +131,7 @@ class StageProgram:
         return self.stage == self.num_stages - 1
 
     def behind(self, position: int) -> StageProgram:
-        """Return the rest of the program, which begins at ``position`` and receives the values that cross it."""
+        """Return the rest of the program from ``position`` on, which receives the values that cross it."""
         return replace(self, start=position, receives=self.graph.live(position))
 
     @property

@@ -33,7 +33,7 @@ class Ranges:
     Attributes:
         num_stages: K, number of stages.
         work: time of a stage from point i to point j, shape ``(n, n)``; infinite where ``j <= i``.
-        forward: time of the forward of this stage, which is added where forwards are repeated, shape ``(n, n)``.
+        forward: time of the forward of this stage, to be added if it repeats its forwards, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
         held: bytes of weights, gradients and optimizer states from point i to point j, shape ``(n, n)``.
         extra: ``Memory.extra_bytes`` from point i to point j, shape ``(n, n)``.
@@ -107,7 +107,7 @@ class Ranges:
         return np.where(self.needed(stage) <= self.memory.limit, work, np.inf)
 
     def leanest(self) -> tuple[list[int], int]:
-        """Return the inner points for which the stage that needs most memory needs least, and this stage."""
+        """Return the inner points that minimise the largest memory need of a stage, and the stage with this need."""
         stages = [self.needed(k) for k in range(self.num_stages)]
         free = np.zeros_like(self.transfer)
         limit = least_bottleneck(stages, free)
@@ -120,7 +120,7 @@ def least_bottleneck(stages: Sequence[np.ndarray], transfer: np.ndarray) -> floa
     """Return the smallest possible maximum of stages and transfers, over all choices of K-1 inner points.
 
     Args:
-        stages: for each stage its cost from point i to point j, each of shape ``(n, n)``; infinite is forbidden.
+        stages: for each stage its cost from point i to point j, each of shape ``(n, n)``; infinite: not allowed.
         transfer: cost of a cut at each point for each hop, shape ``(K-1, n)``.
     Returns:
         The maximum; infinite if no choice is allowed.
@@ -132,22 +132,22 @@ def least_bottleneck(stages: Sequence[np.ndarray], transfer: np.ndarray) -> floa
 
 
 def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) -> list[int]:
-    """Return the inner points with the least sum of ``stage squared / limit`` and transfers within a limit.
+    """Return the inner points with the smallest sum of ``stage squared / limit`` and transfers.
 
-    No stage or transfer exceeds the limit, which must be at least the result of :func:`least_bottleneck`. Of equal
+    No stage or transfer may exceed the limit, which must be at least the result of :func:`least_bottleneck`. Of equal
     choices the earliest points are taken. The other arguments are those of :func:`least_bottleneck`.
     """
     scale = 1.0 / limit if limit > 0 else 0.0
 
     def bounded(cost: np.ndarray, result: np.ndarray) -> np.ndarray:
-        # rounded, so that the order of additions does not decide between equals
+        # rounded, so that the order of additions does not decide between equal choices
         return np.where(cost <= limit, np.round(result * scale, 9), np.inf)
 
     def squared(stage: np.ndarray) -> np.ndarray:
         finite = np.where(np.isinf(stage), 0.0, stage)
         return bounded(stage, finite * finite * scale)
 
-    squares = {id(stage): squared(stage) for stage in stages}  # equal without a memory limit
+    squares = {id(stage): squared(stage) for stage in stages}  # one array for all stages if there is no memory limit
     best = squares[id(stages[0])][0]
     choices: list[np.ndarray] = []
     for stage, sent in zip(stages[1:], transfer, strict=True):
@@ -162,7 +162,7 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
 
 
 def uses_of(graph: CallGraph) -> dict[str, list[int]]:
-    """Return at which nodes each parameter and changed buffer is used; upkeep counts at its site."""
+    """Return the nodes that use each parameter and changed buffer; upkeep counts where it is executed."""
     uses: dict[str, list[int]] = defaultdict(list)
     for node in graph.nodes:
         for name in dict.fromkeys((*node.parameters, *node.states)):

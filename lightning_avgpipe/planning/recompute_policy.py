@@ -17,11 +17,11 @@ from lightning_avgpipe.utils.names import fitting, is_within
 
 @dataclass(frozen=True)
 class Recompute:
-    """A choice of the forwards that are repeated before, or in, a backward.
+    """A choice of the forwards that are repeated before, or during, a backward.
 
     Attributes:
-        stages: whether whole stages are repeated.
-        modules: paths of the modules whose units are repeated one by one.
+        stages: whether whole stages are repeated before their backward.
+        modules: paths of the modules whose units are repeated one by one during the backward.
     """
 
     stages: bool = False
@@ -41,8 +41,8 @@ class Recompute:
         for unit in sorted(graph.seeding):
             if self.stages or self.includes(unit):
                 raise ConfigurationError(
-                    f"recompute repeats '{unit}', which seeds torch's random numbers or keeps their state, perhaps "
-                    "otherwise the second time; do without recompute, or name units that do not"
+                    f"recompute repeats '{unit}', which seeds torch's random numbers or keeps their state, and so may "
+                    "draw others the second time; do without recompute, or name units that do not"
                 )
         for node in graph.nodes:
             if node.kind == "call" and node.writes and self.includes(node.name):
@@ -54,7 +54,7 @@ class Recompute:
     def costs(self, graph: CallGraph, costs: Costs) -> Costs:
         """Return costs in which named units repeat their forward in the backward, and stash only their inputs.
 
-        The partition adds the costs of repeated stages, because they depend on the stage.
+        The costs of repeating whole stages are added later by the partition, since they depend on the stage.
         """
         if not self.modules:
             return costs

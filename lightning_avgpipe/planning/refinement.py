@@ -1,4 +1,4 @@
-"""Refinement: open units as far as the balance of stages needs it, and close again those that no cut divides.
+"""Refinement: open units as far as the balance of stages needs it, and close those again in which no cut lies.
 
 ::
 
@@ -7,8 +7,8 @@
     closed    embed | block0                   | norm  qkv  out  up  down | head
 
 A stage then runs a whole block as in plain PyTorch, instead of call by call. Nothing else changes: a module is closed
-only where its calls use all of its parameters, no others, change only its own buffers, and observe nothing, and where
-its parts have no forward hooks and are not called from elsewhere.
+only if its calls use exactly its own parameters, change only its own buffers and observe nothing, and if its parts have
+no forward hooks and are not called from elsewhere.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Refinement:
             graph, costs = finer, costs_of(finer)
 
     def _too_heavy(self, graph: CallGraph, costs: Costs, plan: Plan | None) -> list[str]:
-        """Return the units to open. Spared units are opened only if no plan is good without that."""
+        """Return the units to open; spared units only if no plan without them is good enough."""
         fair_s = sum(costs.node) / self._num_stages
         found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
         found += [unit for unit in sorted(graph.leaking) if unit not in found and self._subject.opens(unit)]
@@ -113,10 +113,10 @@ class Refinement:
         return heavy
 
     def _opened(self, graph: CallGraph, costs: Costs, chosen: Sequence[str]) -> tuple[tuple[str, ...], set[str]]:
-        """Return the units with the chosen ones opened, and all that was opened.
+        """Return the units with the chosen ones opened, and all units that were opened.
 
-        What lies in a chosen unit, by its share of the unit's operations, is opened at once where it alone exceeds a
-        balanced stage, since it would be opened in the end.
+        A module in a chosen unit is opened at once if it alone takes longer than a balanced stage, by its share of the
+        unit's operations, since it would be opened in the end.
         """
         weights, whole = _sums(graph, costs.node), _sums(graph, [node.flops for node in graph.nodes])
         per_flop = {unit: weights[unit] / whole[unit] for unit in chosen if whole.get(unit)}
@@ -158,7 +158,7 @@ def _beside_cuts(plan: Plan) -> set[str]:
 
 
 def _gains(plan: Plan, best: Plan) -> bool:
-    """Return whether a plan with finer units is faster or more even by enough to justify its additional calls."""
+    """Return whether a plan with finer units is enough faster or more even to justify its additional calls."""
     now, before = plan.slowest.share, best.slowest.share
     return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
 

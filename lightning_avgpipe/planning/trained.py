@@ -1,4 +1,4 @@
-"""Trained parameters: what is trained now, and which stages and nodes, from the first on, need no gradient."""
+"""Trained parameters: which are trained now, and which leading stages and nodes therefore need no gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 
 
 class TrainedParameters:
-    """The parameters of a step function that are trained now, and which stages need no gradient because of it.
+    """The parameters of a step function that are trained now, and the leading stages that have nothing to train.
 
     Args:
         graph: call graph of the step.
@@ -28,7 +28,7 @@ class TrainedParameters:
 
     @property
     def frozen_stages(self) -> int:
-        """The number of stages, from the first, that have nothing to train now."""
+        """The number of leading stages that have nothing to train now."""
         flags = tuple(parameter.requires_grad for _, parameter in self._parameters)
         if flags != self._flags:
             self._flags, self._stages = flags, num_frozen(self._graph, self._cuts, self.names)
@@ -41,7 +41,7 @@ class TrainedParameters:
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
-    """Return how many stages, from the first, send only values that require no gradient.
+    """Return the number of leading stages after which no value requires a gradient.
 
     Args:
         graph: call graph of the step.
@@ -54,7 +54,7 @@ def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) 
 
 
 def backward_ends(graph: CallGraph) -> int:
-    """Return the node at which the backward ends: nothing before it was trained when the step was captured."""
+    """Return the node at which the backward ends: no value from before it required a gradient in the capture."""
     asking = requiring_gradient(graph, graph.trained)
     return max((p for p in range(len(graph.nodes)) if asking.isdisjoint(graph.live(p))), default=0)
 
@@ -73,8 +73,8 @@ def requiring_gradient(graph: CallGraph, trained: frozenset[str]) -> set[int]:
             if value < 0:
                 continue
             asked = graph.values[value].requires_grad
-            # a value that required a gradient without a known reason always does; a value that required none in spite
-            # of its reasons requires none for a subset of them
+            # A value that required a gradient without a known reason always does. A value that required none despite
+            # its reasons requires none for a subset of these reasons.
             asks = (bool(now) or not then) if asked else not now <= then
             if asks or (now and value in written):
                 found.add(value)
