@@ -21,10 +21,10 @@ def leaf_names(batch: Any) -> tuple[str, ...]:
 
 
 class BatchUse:
-    """A record of the uses of one batch's tensors by the glue that every stage executes (free glue) and by nodes.
+    """A record of which nodes, and which free glue (glue that every stage executes), use the tensors of one batch.
 
-    A stage that is not sent a tensor has an :class:`~lightning_avgpipe.utils.placeholder.Absent` in its place. Whether
-    an operation works with that is found out by trying.
+    A stage that does not receive a tensor has an :class:`~lightning_avgpipe.utils.placeholder.Absent` in its place.
+    Whether an operation accepts such a stand-in is found out by calling it with one.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -33,7 +33,7 @@ class BatchUse:
         self._origins = KnownTensors[frozenset[int]]()
 
     def begin(self, batch: Any) -> None:
-        """Begin to follow the tensors of the batch that the step will be given."""
+        """Start to follow the tensors of the batch, before the step runs on it."""
         tensors = tree.tensors(batch)
         for i, (name, tensor) in enumerate(zip(leaf_names(batch), tensors, strict=True)):
             self._leaves.append(Leaf(name, tensor_bytes(tensor)))
@@ -46,7 +46,7 @@ class BatchUse:
     # -- uses ---------------------------------------------------------------------------------------------------------
 
     def is_passed_on(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a function only makes views or copies of the batch's tensors, so it accepts absent ones."""
+        """Return whether a function only makes views or copies of the batch's tensors, so that it accepts stand-ins."""
         if not self._of(tensors):
             return False
         try:
@@ -83,7 +83,7 @@ class BatchUse:
         return bool(self._of(tensors))
 
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
-        """Return the indices of the batch's tensors that these are made from."""
+        """Return the indices of the batch's tensors that these tensors are, or are views or copies of."""
         known = (self._origins.own_value_of(one) for t in tensors for one in (t, t._base) if one is not None)
         return frozenset[int]().union(*(found for found in known if found is not None))
 

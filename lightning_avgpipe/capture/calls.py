@@ -1,4 +1,4 @@
-"""Watch the calls of modules while a step is captured: who draws random numbers or seeds, what nodes lie in them."""
+"""Watch module calls while a step is captured: which modules draw random numbers or seed, and which nodes they run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from lightning_avgpipe.utils.torch_compat import untraced
 
 
 def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Watch the functions of torch that seed, return the random state or set it, within this context.
+    """Watch the torch functions that seed the random generator, or get or set its state, within this context.
 
-    The name under which the step has imported them does not matter: all look up torch's generator of the host in one
-    place.
+    It does not matter how the step imported them: all of them look up ``torch.random.default_generator``.
 
     Args:
         note: is called with the name of such a function before it runs.
@@ -38,11 +37,11 @@ def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
     return replaced(torch.random, "default_generator", _WatchedGenerator(note))
 
 
-_STATE_FUNCTIONS = {"get_state": "get_rng_state", "set_state": "set_rng_state"}  # of generators, and of torch
+_STATE_FUNCTIONS = {"get_state": "get_rng_state", "set_state": "set_rng_state"}  # generator's method: torch's function
 
 
 class _WatchedGenerator:
-    """A stand-in for torch's default generator that reports seeds and kept states, other than by torch's own code."""
+    """A stand-in for torch's default generator that reports seeding, and access to its state from outside of torch."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -58,10 +57,10 @@ class _Call(NamedTuple):
     """A call that has not ended.
 
     Attributes:
-        path: path of the module whose draws those of the call are.
+        path: path of the module for which draws in this call count.
         followed: position of the call in the graph, if it is followed.
-        around: context that ends with the call.
-        flops: operations of the running unit before the call.
+        around: context manager that is exited when the call ends.
+        flops: operations that were counted for the running unit before the call.
     """
 
     path: str
@@ -76,16 +75,16 @@ _NOTHING = contextlib.nullcontext()
 class Calls(CallWatcher):
     """A watcher that notes which modules draw random numbers or seed, and which nodes the followed calls execute.
 
-    Between two events (a call begins, a call ends) only the module on top of the stack runs. So if a generator has
-    moved, this module has drawn, itself and not only through its children.
+    Between two events (a call begins, a call ends) only the module on top of the stack runs. So if the state of a
+    generator has changed, the code of this module has drawn, not that of its children.
 
-    Every stage runs the code between units, and units draw from random streams of their own. So only a unit may seed,
-    for its own draws.
+    Every stage runs the code between units, and each unit draws from a random stream of its own. Therefore only code in
+    a unit may seed, and the seed affects only the draws of this unit.
 
     Args:
         module: root module; its own code has the path "".
         device: device on which the step computes.
-        position: return the number of nodes so far.
+        position: returns the number of nodes so far.
 
     Attributes:
         calls: paths of all calls so far, in order.
@@ -94,7 +93,7 @@ class Calls(CallWatcher):
             mode.
         host_drawing: paths of modules that draw from the generators of Python or NumPy.
         unit: path of the running unit; None between units.
-        seeding: paths of modules that seed torch's generators themselves while a unit runs, or keep their state.
+        seeding: paths of modules that seed torch's generators themselves while a unit runs, or get or set their state.
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
         flops: counter of the running unit's operations.
         inner_flops: operations of the modules within units, by path.
@@ -130,7 +129,7 @@ class Calls(CallWatcher):
         self.look()
         if path is not None:
             self.calls.append(path)
-        # what the step makes draws for its caller
+        # draws of a module that the step makes count for its caller
         flops = 0.0 if self.unit is None else self.flops.total
         self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around, flops))
         return True
@@ -140,12 +139,12 @@ class Calls(CallWatcher):
         call = self._stack.pop()
         if call.followed is not None:
             self.ended.append(replace(call.followed, end=self._position()))
-        elif self.unit is not None and id(module) in self._paths:  # others count within the call that made them
+        elif self.unit is not None and id(module) in self._paths:  # other modules count for their caller
             self.inner_flops[call.path] += self.flops.total - call.flops
         call.around.__exit__(None, None, None)
 
     def observe(self) -> None:
-        """Note that ``self.log`` or a metric is called within all calls that have not ended."""
+        """Note that ``self.log`` or a metric is called inside all calls that have not ended."""
         self._stack = [
             call if call.followed is None else call._replace(followed=replace(call.followed, observes=True))
             for call in self._stack
@@ -163,16 +162,13 @@ class Calls(CallWatcher):
             self.look()
 
     def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-        """Run a region that is checkpointed in one piece within this context, and its outermost modules in theirs."""
+        """Enter ``around(module)`` for each outermost module that a region, checkpointed in one piece, calls here."""
         return replaced(self, "_outermost", (len(self._stack), around))
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 
     def generator_states(self) -> tuple[bytes, ...]:
-        """Return the state of torch's generators for units and glue.
-
-        This is done without a tensor operation, which would be watched.
-        """
+        """Return the states of torch's generators, without a tensor operation, which would be watched."""
         with untraced():
             states = [generator.get_state() for generator in generators(self._device)]
             return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
@@ -194,16 +190,16 @@ class Calls(CallWatcher):
             self._state = self.generator_states()
 
     def check_calls_in(self, function: str, since: int, given: Sequence[Tensor]) -> None:
-        """Check that a function called no modules with weights that it was not given, which would belong to no stage.
+        """Check that a function called no module whose weights it was not given: they would belong to no stage.
 
-        A reversible network calls its layers in the forward and in the backward of an autograd function.
+        For example, a reversible network calls its layers in the forward and backward of an autograd function.
 
         Args:
-            function: function that was called between units.
-            since: number of calls before it.
+            function: name of the function that was called between units, for messages.
+            since: number of module calls before it.
             given: tensors that it was given.
         Raises:
-            OnlyInUnitsError: it did.
+            OnlyInUnitsError: it called such a module.
         """
         known = set(map(id, given))
         for path in self.calls[since:]:
@@ -217,10 +213,10 @@ class Calls(CallWatcher):
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
     def note_seed(self, function: str) -> None:
-        """Note that the step calls a function of torch that seeds, or keeps a state to go back to in its backward.
+        """Note that the step calls a torch function that seeds, or gets or sets the state of the generator.
 
         Raises:
-            OnlyInUnitsError: the call is outside of units, and seeds.
+            OnlyInUnitsError: the call is outside of units, and does more than to get the state.
         """
         if self.unit is None:
             if function == "get_rng_state":
@@ -253,6 +249,6 @@ class Calls(CallWatcher):
         )
 
     def _only_in_units(self, message: str, does: str) -> OnlyInUnitsError:
-        """Return the error that the innermost module that is followed, or the step, does what only units may do."""
+        """Return the error for what only units may do; it names the innermost followed module that did it."""
         innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
         return OnlyInUnitsError(message, innermost, does)

@@ -1,4 +1,4 @@
-"""Capture: run a step function once on one micro-batch and write down its call graph."""
+"""Capture: run a step function on one micro-batch and record its call graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def capture(
     ignore: Collection[nn.Module] = (),
     changing: set[int] | None = None,
 ) -> CallGraph:
-    """Record the call graph of ``run(*args)`` on the units of ``module``. The execution leaves no trace.
+    """Record the call graph of ``run(*args)`` on the units of ``module``. All changes of the execution are undone.
 
     Args:
         step: name of the step function, for messages.
@@ -48,9 +48,9 @@ def capture(
         units: paths of the submodules that are never split; other modules that are called outside of these are units
             too.
         device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
-        ignore: modules that only observe.
-        changing: ids of objects that change while the step runs, as far as earlier captures have found out, so that
-            this one need not run twice; what it finds is added. Objects are only watched for it.
+        ignore: modules that only observe, such as metrics.
+        changing: ids of objects that earlier captures have seen change while the step runs. They are watched from the
+            start, so that the step need not run again. Ids that this capture finds are added.
 
     Raises:
         SkippedStepError: the step returned None in training.
@@ -71,7 +71,7 @@ def capture(
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
             before, preview = preview, recorder.preview
-        # The first run may find out what must be known from the beginning, such as which buffers glue changes.
+        # A run may find facts that must be known from its start, such as which buffers glue changes. Then run again.
         if preview == before:
             changing |= preview.mutable
             return graph
@@ -90,7 +90,7 @@ def _graph(
         recorder.batch.begin(args[0])
     iterators = Iterators(effects.objects.attributes)
     put_back = Snapshot(args, opaque=True).restored()
-    # calls are intercepted first, since whoever begins to do so replaces what watches assignments
+    # intercepting() replaces nn.Module.__setattr__, so it must come before watched(), which wraps it
     with untouched(module), put_back, recorder.visiting(module), recorder.state.changes, intercepting():
         with (
             effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
@@ -104,7 +104,7 @@ def _graph(
                 0, ANYWHERE, f"{step} takes items from the iterator '{taken}', which nobody can put back: each stage "
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
-        # what changes of the step show, which are undone in the end
+        # look at the changes of the step before they are undone
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
         carried = _find_what_lasts(recorder, make, run, spare)
         constants = tuple(effects.attributes.pinned_by_constants())
@@ -157,7 +157,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
 
 
 def _check_submodules(step: str, names: Mapping[int, str], module: nn.Module) -> None:
-    """Check that a step has assigned no submodule: parameters have the names that they had before, by identity."""
+    """Check that a step has assigned no submodule, so that each parameter still has the name that it had before."""
     for name, parameter in module.named_parameters():
         if names.get(id(parameter), name) != name:
             raise CaptureError(
@@ -174,12 +174,12 @@ def _find_what_lasts(
 ) -> tuple[str, ...]:
     """Run the step once more to find out which of its changes are made only once.
 
-    Changes that are not made again (hooks, tables), and what was made along with them, are shared by all stages of a
-    process. A copy per stage would be made once more by each stage.
+    Changes that are made only once (hooks, tables), and the objects that are made along with them, are shared by all
+    stages of a process. If each stage had its own copy, each would make them again.
 
     Returns:
-        full names of the attributes whose tensors go from one micro-batch to the next. Only the second run finds those
-        of an attribute that was empty before the first.
+        full names of the attributes whose tensors go from one micro-batch to the next. For an attribute that was empty
+        before the first run, only the second run shows it.
     """
     mutated = recorder.effects.objects.holders()
     carried = [*recorder.effects.attributes.carried(mutated)]

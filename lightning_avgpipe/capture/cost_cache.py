@@ -67,7 +67,7 @@ class CostCache:
     def save(self, key: str, costs: Costs, about: dict[str, Any]) -> None:
         """Write costs atomically: a concurrent reader finds the old file or the new one.
 
-        After a failure nothing is written any more.
+        After a failure, nothing more is written.
         """
         if not self._writable:
             return
@@ -102,12 +102,12 @@ def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
     if not isinstance(numbers, list) or len(numbers) != count:
         raise ValueError(f"{name} is not a list of {count} numbers")
     if not all(type(n) in (int, float) and n >= 0 and math.isfinite(n) for n in numbers):
-        raise ValueError(f"{name} has something else than finite numbers from 0")
+        raise ValueError(f"{name} has entries that are not finite numbers of at least 0")
     return tuple(map(float, numbers))
 
 
 def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tuple[str, dict[str, Any]]:
-    """Return a digest of all that measured costs depend on, and the human-readable part of it.
+    """Return a digest of everything that measured costs depend on, and the human-readable part of it.
 
     The graph determines operations, shapes, types, which values have gradients and what is saved for backwards, and
     thereby whether the step trains, in which precision and with which checkpoints. Source lines are left out: moving a

@@ -1,6 +1,6 @@
 """Define costs: the time of each node of a call graph, and the time that a byte takes between two stages.
 
-Costs are counted from the graph here. ``measure`` measures them, and ``cost_cache`` keeps them in files.
+Here costs are estimated from counted operations. ``measure`` measures them, and ``cost_cache`` keeps them in files.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import cached_property
 from lightning_avgpipe.capture.graph import CallGraph, Value
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, Wire, least_that_hides
 
-OPERATIONS_PER_BYTE = 20.0  # that a link is taken to cost, where nothing is measured
+OPERATIONS_PER_BYTE = 20.0  # assumed cost of a link where nothing is measured
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection from one stage to the next, in one direction; by default free, as inside a process.
+    """A connection from one stage to the next, in one direction. By default it is free, as inside a process.
 
     Attributes:
-        per_byte: seconds per byte (or the unit of the nodes' costs), 1 / bandwidth.
+        per_byte: seconds (or counted operations, as for the nodes' costs) per byte, 1 / bandwidth.
         latency: additional seconds per message.
     """
 
@@ -37,13 +37,13 @@ class Costs:
             operations.
         backward: cost of each node's backward, in the same unit.
         stash_bytes: bytes that each node keeps from its forward to its backward: tensors that its operations save, and
-            those of its outputs that any node saves. Parameters and the batch do not count. They are of the captured
-            run, also if times are measured.
+            those of its outputs that any node saves. Parameters and the batch do not count. They are taken from the
+            captured run, even if times are measured.
         links: one link for each pair of neighbouring stages, or one for all; empty: links are free.
         measured: whether the costs are seconds that were measured on this machine.
-        kept: number of nodes, from the first, that are not executed because their outputs are kept; their forwards cost
+        kept: number of leading nodes that are not executed because their outputs are cached; their forwards cost
             nothing.
-        wire: format in which values travel between processes; None: as they are.
+        wire: format in which values travel between processes; None: uncompressed.
     """
 
     forward: tuple[float, ...]
@@ -56,7 +56,7 @@ class Costs:
 
     @classmethod
     def from_flops(cls, graph: CallGraph) -> Costs:
-        """Make costs of counted operations: a backward costs two forwards, a byte on a link 20 operations."""
+        """Estimate costs from counted operations: a backward costs two forwards, a byte on a link 20 operations."""
         forward = tuple(node.flops for node in graph.nodes)
         backward = tuple(2.0 * flops for flops in forward)
         return cls(forward, backward, stash_bytes(graph), (Link(OPERATIONS_PER_BYTE),))
@@ -74,7 +74,7 @@ class Costs:
 
     @property
     def smallest(self) -> Format | None:
-        """The format that a cut is chosen by: where measurements decide, the smallest that they may choose."""
+        """The format that is assumed when cuts are chosen: for ``"auto"`` the smallest one, if costs are measured."""
         return (FORMATS[-1] if self.measured else None) if self.wire == "auto" else self.wire
 
     def chosen(self, hop: int, values: Sequence[Value], slowest: float) -> Format | None:
@@ -100,7 +100,7 @@ def stash_bytes(graph: CallGraph) -> tuple[int, ...]:
 
 
 def value_bytes(graph: CallGraph, kept: Iterable[int]) -> tuple[int, ...]:
-    """Return the bytes of the kept values per node; a storage counts once, at the first node that made one."""
+    """Return the bytes of the kept values per node; a storage counts once, for the first node with a value in it."""
     storages = {graph.values[v].storage for v in kept}
     first: dict[int, tuple[int, int]] = {}
     for value in graph.values:

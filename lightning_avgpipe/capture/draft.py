@@ -18,14 +18,14 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.tensors import KnownTensors, has_gaps, is_strided, tensor_arguments, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
-# Functions whose results have a length that depends on numbers.
+# Functions whose results have a length that depends on the numbers in their arguments.
 _SIZED = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
-# Functions whose results are as long as what they are given.
+# Functions whose results are as long as their arguments.
 _AS_LONG = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach", "__getitem__"))
 # Functions that return the length of a tensor.
 _ASKS = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
-ANYWHERE = sys.maxsize  # stands for the last node of a range
+ANYWHERE = sys.maxsize  # as the last position of a range: the end of the step
 Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
 
 
@@ -35,17 +35,17 @@ class Draft:
     Args:
         module: module whose step it is.
         known: record of which tensor holds which value.
-        owned: ids of the tensors whose uses are known by name.
-        readers: units that are known to find values in objects.
+        owned: ids of the parameters and buffers whose uses are recorded by name.
+        readers: units that an earlier recording has seen find values in objects.
 
     Attributes:
         nodes: nodes so far, in program order.
         values: values so far, in the order in which they were made.
         kept: values that are needed at the end of the step.
-        resident: units that are nodes whatever their arguments are.
+        resident: units that are always nodes, whatever their arguments are.
         readers: units that find values in objects only, not in their arguments.
         pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
-        saved: storages of values, as their numbers, that nodes save for their backwards.
+        saved: numbers of the storages (:attr:`Value.storage`) that nodes save for their backwards.
     """
 
     def __init__(self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str]) -> None:
@@ -86,9 +86,12 @@ class Draft:
         self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int],
         saved: Mapping[int, int],
     ) -> None:  # fmt: skip
-        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``.
+        """Add a node, with its outputs and writes.
 
         Args:
+            given: tensors that it returned.
+            taken: tensors that it took, into which it may have written.
+            versions: versions of these before it ran.
             saved: addresses of the storages that it saves for its backward, with their bytes.
         """
         writes = self._written(taken, versions, node.name)
@@ -98,7 +101,7 @@ class Draft:
         self.nodes.append(replace(node, outputs=outputs, writes=writes, saved_bytes=internal))
 
     def saves_inputs(self, begin: int) -> None:
-        """Note that the nodes from this position on are repeated in the backward, from the values that they take."""
+        """Note that the nodes from this position on are recomputed in the backward, from the values that they take."""
         taken = {value for node in self.nodes[begin:] for value in node.inputs}
         made = {value for node in self.nodes[begin:] for value in made_by(node)}
         self.saved.update(self.values[value].storage for value in taken - made)
@@ -130,15 +133,15 @@ class Draft:
         self._known.learn(tensor, index)
         return index
 
-    # -- numbers of values, on which it may depend what the step does next ---------------------------------------------
+    # -- numbers of values, which may decide what the step does next ---------------------------------------------------
 
     def reads_numbers(self, name: str, inputs: Sequence[int], result: Any) -> bool:
-        """Return whether a glue operation on these values gives the step numbers of values.
+        """Return whether a glue operation on these values gives Python code numbers of values.
 
         ::
 
             if chosen.any(): ...                        a number
-            for expert in hit.nonzero().squeeze(-1):    as many tensors as the numbers have it
+            for expert in hit.nonzero().squeeze(-1):    the numbers decide how many tensors
             if len(torch.where(chosen == 3)[0]): ...    a length that depends on numbers, see described()
         """
         if name == "unbind":
@@ -146,7 +149,7 @@ class Draft:
         return bool(inputs) and any(isinstance(leaf, (bool, int, float)) for leaf in tree.flatten(result)[0])
 
     def note_length(self, name: str, args: Sequence[Any], inputs: Sequence[int]) -> None:
-        """Note the glue operation that was added last, in case the length of its results depends on numbers."""
+        """Remember the results of the last added glue operation if their length depends on numbers of values."""
         masked = name == "__getitem__" and self.values_of(
             [t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool]
         )
@@ -155,7 +158,7 @@ class Draft:
             self._sized.update(self.nodes[-1].outputs)
 
     def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        """Note that the step has read a description of tensors, which may depend on numbers of values."""
+        """Note that the step has read a description of tensors, such as a length that depends on numbers of values."""
         if func in _ASKS and not self._sized.isdisjoint(self.values_of(tensors)):
             self.nodes[-1] = replace(self.nodes[-1], reads_numbers=True)
 
@@ -164,7 +167,7 @@ class Draft:
     def with_objects(
         self, node: Node, result: Any, objects: Snapshot, lasting: Snapshot, exports: bool, writes: bool
     ) -> tuple[Node, list[Tensor]]:
-        """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
+        """Return the node with its writes into objects, and the tensors that it gave, in its result or these objects.
 
         Args:
             objects: objects that its arguments lead to, as they were before; with ``exports`` also those in its

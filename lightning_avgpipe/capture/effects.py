@@ -23,8 +23,8 @@ class Effects:
     Args:
         module: module whose attributes, and whose code's variables, are watched.
         mutable: ids of objects that are known to change.
-        unseen: attributes whose assignment is known to be unseen.
-        now: tells the number of nodes so far, and whether a unit is running.
+        unseen: attributes that are assigned, as an earlier run has found, in a way that is not seen.
+        now: returns the number of nodes so far, and whether a unit is running.
         ignore: modules that only observe; they are not watched.
 
     Attributes:
@@ -33,9 +33,9 @@ class Effects:
         objects: changes of objects in place.
         generators: draws from random generators that the model holds.
         assigned: after the step, the attributes that code between units assigns in every step.
-        set_back: after the step, the attributes and variables that it has changed, or whose objects, and set back.
+        set_back: after the step, the attributes and variables that it changed and set back, or whose objects it did.
         of_units: after the step, the attributes that units assign in every step, or whose objects they change.
-        once: after the step, those that they assign or change in the first step only.
+        once: after the step, those that units assign or change in the first step only.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Effects:
         self.of_units: set[Key] = set()
         self.once: set[Key] = set()
         self._now = now
-        self._next_look = 1  # position from which objects are compared that were not seen to change
+        self._next_look = 1  # position at which all objects are compared next
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Effects:
         return attributes | self.objects.set_back(attributes)
 
     def last_change(self, key: Key) -> int:
-        """Return the last node that assigned an attribute, or changed what one or a variable leads to; -1: unknown."""
+        """Return the last node that assigned an attribute, or changed an object in it or a variable; -1: unknown."""
         return max(self.objects.last_change(key), self.attributes.last_assignment(key))
 
     @property
@@ -123,7 +123,7 @@ class Effects:
         made = self.attributes.created() - again.attributes.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)
         self.objects.keep(again.objects.found())
-        # an attribute of an object may have been made, and be set back from then on
+        # the first step may make an attribute of an object that later steps change and set back
         self.set_back |= again._set_back().difference(self.assigned, self.of_units, self.objects.holders())
         self.generators.compare_with_repeat(again.generators)
 
@@ -140,8 +140,8 @@ class Effects:
 class GeneratorDraws:
     """The draws from the generators that attributes and variables lead to.
 
-    Each process has its own copy of such a generator. Its next draw depends on all earlier draws, also of other
-    micro-batches, so all nodes that draw must be on one stage. A generator that the step makes travels with the
+    Each process has its own copy of such a generator. Its next draw depends on all earlier draws, including those of
+    other micro-batches, so all nodes that draw must be on one stage. A generator that the step makes is sent with the
     micro-batch instead.
 
     Args:
@@ -157,7 +157,7 @@ class GeneratorDraws:
         self._pinned: list[Pin] = []
 
     def given(self, objects: Snapshot, path: str) -> tuple[int, ...]:
-        """Note that a unit is given the generators among these objects; return the numbers of the step's own."""
+        """Note that a unit is given the generators among these objects; return the indices of those the step made."""
         found = objects.opaque
         for one in found:
             if id(one) in self._lasting:
@@ -181,7 +181,7 @@ class GeneratorDraws:
         return (None, 0) if change is None else (change.first, change.last)
 
     def _drawn(self) -> set[int]:
-        """Return the generators from which the step drew."""
+        """Return the ids of the generators that outlive the step and from which it drew."""
         return self._lasting & {*self._events.by_nodes, *self._events.between}
 
     @property
@@ -234,9 +234,8 @@ class GeneratorDraws:
 class Iterators:
     """The iterators that attributes and variables lead to, with their positions at the time of construction.
 
-    Such an iterator outlives the step, and nothing can put its items back. Following a step, measuring it, and each
-    stage would take items of their own, so that each process would see other items. A step that is divided must
-    therefore take none.
+    Such an iterator outlives the step, and its items cannot be put back. Capture, measurement and each stage would
+    take different items. A step that is divided must therefore take none.
 
     Args:
         attributes: attributes of modules, by path and name, and variables.
@@ -247,7 +246,7 @@ class Iterators:
         self._objects = Snapshot(attributes.values(), opaque="iterators")
 
     def advanced(self) -> str:
-        """Return the full name of what leads to an iterator that has advanced; "" if none has."""
+        """Return the full name of an attribute or variable that leads to an advanced iterator; "" if there is none."""
         found = self._leading(one for one in self._objects.changed() if is_iterator(one))
         path, name = min(found, key=lambda key: (key[1].startswith("_"), key), default=("", ""))
         return joined(path, name)

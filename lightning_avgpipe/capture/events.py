@@ -1,15 +1,15 @@
-"""Watch attributes and objects while a step is followed, and what code reads and changes, as events between nodes.
+"""Watch which attributes and objects a step reads and changes, as events between nodes.
 
 ::
 
     position        0                         1                        2
                       | unit 'a'                | unit 'b'               | loss
-    between units   n = self.n + 1            1 + max(self.b.load)     self.n = n      what each stage runs that comes
-    inside of units                             self.load = [3, 1]                     so far; what one stage runs
+    between units   n = self.n + 1            1 + max(self.b.load)     self.n = n      each stage that gets there
+    inside of units                             self.load = [3, 1]                     one stage
 
 Each process has its own copy of an object that a step changes in place. Stages of other processes do not see a change
 by a unit, unless the object is an argument, which is sent. They do see a change by code between units if they get that
-far themselves. From the events follow, by rules, the positions where no cut may lie:
+far themselves. These rules derive from the events the positions where no cut may lie:
 
 =====================================================  ==========================================================
 events of an attribute                                 no cut at
@@ -108,23 +108,23 @@ class HeldTensors:
 class AttributeEvents:
     """The reads and assignments of modules' attributes in one step.
 
-    Of assignments inside of units only the names are noted when they happen, since it is not known yet whether the unit
-    becomes a node; those that bypass ``nn.Module.__setattr__`` are not seen at all. So for attributes that an earlier
-    execution has found, the value is compared before and after each node.
+    Of an assignment inside of a unit only the name is noted when it happens, since it is not known yet whether the unit
+    becomes a node. An assignment that bypasses ``nn.Module.__setattr__`` is not seen at all. The attributes for which
+    an earlier execution has found this are ``unseen``: their values are compared before and after each node.
 
     Args:
         modules: modules to watch, by path.
-        unseen: attributes whose assignment is known to be unseen.
-        now: tells the position.
+        unseen: attributes whose assignments are known not to be seen.
+        now: returns the position, and whether a unit is running.
         empty: ids of the containers that were empty when the step began.
 
     Attributes:
-        followed: attributes of which each read is noted, not only the first; with those in ``unseen``.
+        followed: attributes of which all reads are noted, not only the first; these include ``unseen``.
         held: the tensors that attributes hold, and the tensors that are computed from them.
         reads: attribute -> its reads.
         first_reads: attribute -> number of nodes before its first read.
         read_between: attribute that code between units reads -> number of nodes before its last read.
-        of_units: attributes that units have assigned, to another value or the same.
+        of_units: attributes that units have assigned, even if the value is the same as before.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class AttributeEvents:
         self.held.add(tensors, key)
 
     def look(self) -> None:
-        """Note assignments by code between units that bypassed ``nn.Module.__setattr__``."""
+        """Note the assignments by code between units that bypassed ``nn.Module.__setattr__``."""
         position = self._now()[0]
         for key, before in self.ignore_unseen():
             if all(known.position != position for known in self._assignments[key]):
@@ -230,7 +230,7 @@ class AttributeEvents:
         return found
 
     def ran(self, unit: str) -> None:
-        """Note the assignments of a unit that has run as the next node; tensors are followed elsewhere."""
+        """Note the unseen assignments of a unit that has run as the next node, but those of tensors."""
         for key, _ in self.ignore_unseen():
             if not Snapshot((self._unseen[key],)).tensors:
                 self._by_units[key][self._now()[0]] = unit
@@ -244,7 +244,7 @@ class AttributeEvents:
     # -- after the step -----------------------------------------------------------------------------------------------
 
     def changed(self) -> list[Key]:
-        """Return the attributes whose value is another object than before the step, but for empty containers."""
+        """Return the attributes whose value is another object than before the step; empty containers count as equal."""
         return [key for key, old in self._before.items() if not _is_alike(old, self._value(key), self._empty)]
 
     def set_back(self) -> set[Key]:
@@ -260,7 +260,7 @@ class AttributeEvents:
         return {key for key in self.changed() if self._before[key] is _MISSING}
 
     def assigned(self) -> set[Key]:
-        """Return all attributes that were assigned, to another value or the same."""
+        """Return all attributes that code between units assigned, even if the value is the same as before."""
         return set(self._assignments)
 
     def _first(self, key: Key) -> Read | None:
@@ -280,15 +280,15 @@ class AttributeEvents:
                 yield key
 
     def carried(self, mutated: Iterable[Key]) -> Iterator[str]:
-        """Yield the full names of the kept attributes of which the step takes tensors of the previous micro-batch."""
+        """Yield the full names of the kept attributes from which the step takes tensors of the previous micro-batch."""
         return (joined(*key) for key in self.kept(mutated) if key in self.held.uses)
 
     def last_assignment(self, key: Key) -> int:
-        """Return the last node that assigned an attribute; -1: none did that is known."""
+        """Return the last node that assigned an attribute; -1: none that is known."""
         return max(self._by_units.get(key, ()), default=-1)
 
     def exports(self) -> set[str]:
-        """Return the units whose attributes are read later, so that these must be sent along with their results."""
+        """Return the units whose attributes are read later, and must therefore be sent along with the unit's result."""
         return {unit for key, _, _, unit in self._read_later() if is_within(joined(*key), unit)}
 
     def _read_later(self) -> Iterator[tuple[Key, Read, int, str]]:
@@ -313,15 +313,15 @@ class AttributeEvents:
 
             training_step    if h is None: h = zeros | embed | rnn(x, h) | decoder | h = ... of rnn
             stage 0          reads h, which stays zeros here; no node of this stage takes it
-            stage 1                                    takes h, and comes to the last assignment
+            stage 1                                    takes h, and reaches the last assignment
         """
-        # an attribute that was assigned the same object may get another one for another micro-batch
+        # an attribute that was assigned the object that it had may get another one in another micro-batch
         yield from self._pinned((*self.changed(), *(self._assigned_same() - self._constants())))
 
     def pinned_by_constants(self) -> Iterator[Pin]:
-        """Yield likewise for attributes that were assigned the number, text or None that they had: perhaps constants.
+        """Yield the same for attributes that were assigned the number, text or None that they had.
 
-        While training runs, a stage watches whether it assigns another one.
+        These may be constants, so the rule may be dropped. Then each stage checks in training that they stay the same.
         """
         yield from self._pinned(sorted(self._constants()))
 
@@ -352,7 +352,7 @@ class AttributeEvents:
     def pinned_by_units(self) -> Iterator[Pin]:
         """Yield where no cut may lie because units assign attributes.
 
-        Values that a unit leaves outside of itself, or for the next micro-batch, are not sent.
+        Values that a unit leaves in another module, or for the next micro-batch, are not sent.
         """
         reason = "the attribute '{}' is read at {}, and unit '{}' assigns it"
         for key, read, node, unit in self._read_later():
@@ -366,7 +366,7 @@ class AttributeEvents:
 
 
 def _is_alike(before: Any, now: Any, empty: Collection[int]) -> bool:
-    """Return whether an attribute holds the same object as before, or a container that is empty, as that one was."""
+    """Return whether an attribute holds the same object as before, or again an empty container of the same type."""
     return before is now or (type(before) is type(now) and isinstance(now, ITEMS) and not now and id(before) in empty)
 
 
@@ -381,7 +381,7 @@ def _layout(value: Any) -> Any:
 
 # -- objects that a step changes in place ----------------------------------------------------------------------------
 
-_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class that is made at run time, and of one that cannot change
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of CPython: a class made at run time, a class that cannot be changed
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
@@ -412,14 +412,14 @@ class _Between(NamedTuple):
 class ObjectEvents:
     """The changes and reads, in one step, of objects in attributes and variables.
 
-    Reads of an object's attributes are seen if Python code has defined its class. Otherwise each read of a module's
-    attribute, or of a variable, that leads to the object counts.
+    Reads of an object's attributes are seen if its class was defined in Python. Otherwise each read of a module's
+    attribute, or of a variable, that leads to the object counts as a read of the object.
 
     Args:
         module: module whose code names the variables.
         modules: modules whose attributes lead to the objects, by path.
         chosen: ids of the objects that are known to change while the step runs; only these are watched.
-        now: tells the position.
+        now: returns the position, and whether a unit is running.
 
     Attributes:
         attributes: attributes by path and name, and variables outside of modules by full name.
@@ -427,8 +427,8 @@ class ObjectEvents:
         empty: ids of the containers among them that were empty when the step began.
         by_nodes: id of an object -> its changes by nodes. Draws are changes of random generators.
         between: id of an object -> its changes by code between units.
-        leading: attribute -> ids of the watched objects that it leads to, if their own reads are not seen.
-        assigned: attributes that hold another object since units ran that every stage runs.
+        leading: attribute -> ids of the watched objects that it leads to and whose own reads are not seen.
+        assigned: attributes to which free units, which every stage runs, have assigned another object.
     """
 
     def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module], chosen: Collection[int], now: Now) -> None:
@@ -456,7 +456,7 @@ class ObjectEvents:
         self._reads: dict[int, dict[str, set[Read]]] = defaultdict(lambda: defaultdict(set))
         self.by_nodes: dict[int, list[_OfNode]] = defaultdict(list)
         self.between: dict[int, _Between] = {}
-        self._once: dict[int, _Between] = {}  # changes between units in the first step only
+        self._once: dict[int, _Between] = {}  # changes that code between units makes in the first step only
         self.assigned: set[Key] = set()
 
     @contextlib.contextmanager
@@ -538,14 +538,14 @@ class ObjectEvents:
         return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
 
     def changed_so_far(self) -> frozenset[int]:
-        """Return the ids of the objects, arrays aside, that differ in the midst of a step from its beginning."""
+        """Return the ids of the objects, except arrays, that now differ from the beginning of the step."""
         return frozenset(id(obj) for obj, *_ in self._compared.modified())
 
     def set_back(self, attributes: Collection[Key]) -> set[Key]:
         """Return the attributes and variables that lead to objects which the step has changed and set back.
 
-        What code between units has done to such objects is no event any more: the next micro-batch finds none of it,
-        if each stage that leaves the step before its end puts them back.
+        The changes of such objects by code between units are dropped from the events: the next micro-batch does not see
+        them, provided that each stage that leaves the step before its end restores these objects.
 
         Args:
             attributes: attributes that the step has set back.
@@ -567,8 +567,8 @@ class ObjectEvents:
     def keep(self, lasting: Collection[int]) -> None:
         """Forget objects that do not change again when the step runs once more, such as a cache that is filled once.
 
-        Such objects are shared by all stages of a process. A copy per stage would also repeat all that was made along
-        with them.
+        Such objects are shared by all stages of a process. If each stage had a copy, it would also make again whatever
+        was made along with them.
 
         Args:
             lasting: ids of the objects that changed again, including containers that the step makes anew.
@@ -583,7 +583,7 @@ class ObjectEvents:
         return {key: min(first for first, _ in positions) for key, positions in found.items() if positions}
 
     def _positions(self, held: Any) -> list[tuple[int, int]]:
-        """Return the first and last positions of changes between units of what an object leads to."""
+        """Return the first and last position of the changes between units, for each changed object in an attribute."""
         reached = Snapshot([held], opaque=True).reached()
         return [(change.first, change.last) for key, change in self.between.items() if key in reached]
 
@@ -594,7 +594,7 @@ class ObjectEvents:
         return tuple(sorted(set(leading(before, self.found() - self.between.keys())) & now | self.reassigned()))
 
     def last_change(self, key: Key) -> int:
-        """Return the last node that changed what an attribute or variable leads to; -1: none did that is known."""
+        """Return the last node that changed what an attribute or variable leads to; -1: none that is known."""
         if not self.by_nodes or key not in self.attributes:
             return -1
         reached = Snapshot([self.attributes[key]], opaque=True).reached().intersection(self.by_nodes)
@@ -613,7 +613,7 @@ class ObjectEvents:
         return found
 
     def reassigned(self) -> set[Key]:
-        """Return the attributes that hold another object than when the step began, whoever assigned them."""
+        """Return the attributes that hold another object than when the step began, whatever code assigned them."""
         return self._reassigned(self._modules)
 
     def _reassigned(self, modules: Mapping[str, nn.Module]) -> set[Key]:

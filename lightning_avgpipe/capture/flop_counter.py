@@ -15,7 +15,7 @@ from lightning_avgpipe.utils import tree
 
 _ATEN = torch.ops.aten
 _ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu
-# Operations without products, which torch would take apart to look for some.
+# Operations without matrix products. Torch would decompose them to look for some.
 _WITHOUT_PRODUCTS = (
     _ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN._batch_norm_with_update, _ATEN.native_layer_norm,
     _ATEN.native_group_norm,
@@ -35,7 +35,7 @@ class Flops(FlopCounterMode):
 
     @property
     def total(self) -> float:
-        """The operations so far."""
+        """The number of operations so far."""
         return float(self.get_total_flops())
 
 
@@ -45,11 +45,11 @@ class _NoModules(contextlib.nullcontext[None]):
     parents = frozenset({"Global"})
 
     def __exit__(self, *exc_info: object) -> None:
-        """Accept no arguments, as torch calls this method."""
+        """Also accept a call without arguments, which is how torch calls this method."""
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Return further counters: of attention on a CPU, and, if it is imported, of bitsandbytes' product in 4 bits."""
+    """Return counters that torch lacks: of attention on a CPU, and of bitsandbytes' 4-bit product if it is imported."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:

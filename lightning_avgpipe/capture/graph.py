@@ -42,7 +42,7 @@ class Value:
         requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
         is_strided: whether it is a dense tensor; sparse and nested tensors are not sent between stages.
-        has_gaps: whether it is a view with gaps in memory, without which it arrives in another process.
+        has_gaps: whether it is a view with gaps in memory; another process receives it without the gaps.
         is_saved: whether a node saves it, or what it shares memory with, for its backward.
     """
 
@@ -86,7 +86,7 @@ class Node:
         lasting: indices of the objects that the node writes into and that existed before the step.
         generators: indices, among all random generators in the arguments, of those that the step has made; they count
             as such objects.
-        reads_numbers: whether the step reads numbers of values from the node, on which it may depend what it does next.
+        reads_numbers: whether Python code reads numbers from the result, which may decide what the step does next.
     """
 
     index: int
@@ -195,7 +195,7 @@ class CallGraph:
         drawing: paths of the modules that draw from torch's generators themselves, not only through their children; ""
             stands for the step's own code.
         host_drawing: paths of the modules that draw from the generators of Python or NumPy.
-        seeding: paths of the modules in units that seed torch's generators themselves, or keep their state.
+        seeding: paths of the modules in units that seed torch's generators themselves, or get or set their state.
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
         leaves: the tensors of the batch.
         batch_writes: whether the step changes tensors of its batch in place.
@@ -204,13 +204,13 @@ class CallGraph:
         rewritten: full names of the parameters and buffers that the step changes in place, so that a later backward
             would find changed contents.
         assigned_between: ``(path of the module, name)`` of the attributes that code between units assigns.
-        set_back: ``(path, name)`` of the attributes and variables that code between units changes, or whose objects,
-            and sets back before the step ends.
+        set_back: ``(path, name)`` of the attributes and variables that code between units changes, or whose objects it
+            changes, and sets back before the step ends.
         changed_by_units: ``(path, name)`` of the attributes and variables that units assign, or whose objects they
             change -> the last node that does; -1: unknown.
         parts_changed: ``(path, name)`` of those that hold an object of which units change only some attributes -> names
             of these.
-        made_by_units: such attributes and variables, which units assign or change in the first step only.
+        made_by_units: like ``changed_by_units``, for what units assign or change in the first step only.
         written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.
         mutated_between: ``(path, name)`` of the attributes and variables that lead to objects which code between units
@@ -219,8 +219,8 @@ class CallGraph:
         read_between: ``(path, name)`` of the attributes that code between units reads -> position of the last read.
         buffers_read: full names of the buffers that operations between units take -> position of the first one.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
-        leaking: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
-            followed instead, this is no obstacle when, for instance, a forward hook leaves them.
+        leaking: units that leave tensors where they cannot be followed, such as in a global list. Opening the unit may
+            help, for instance if a forward hook of a submodule leaves them.
         followed_calls: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
         finite: whether the loss was finite; True if there is none.
@@ -290,9 +290,9 @@ class CallGraph:
 
     @cached_property
     def deciding(self) -> tuple[str | None, ...]:
-        """For each position 0..len(nodes), the path of the module whose code may continue there depending on numbers.
+        """For each position 0..len(nodes), the followed module in which numbers of values may decide what runs there.
 
-        The path is empty for the step's own code, and None where nothing depends on numbers of values.
+        It is given by its path, which is empty for the step's own code. None: nothing depends on numbers there.
         """
         found: list[str | None] = [None] * (len(self.nodes) + 1)
         for asked, call in self._questions:
@@ -302,7 +302,7 @@ class CallGraph:
 
     @cached_property
     def _questions(self) -> list[tuple[int, FollowedCall]]:
-        """The nodes from which numbers of values are read, each with the innermost followed call around it."""
+        """The nodes from which Python code reads numbers of values, each with the innermost followed call around it."""
         step = FollowedCall("", 0, len(self.nodes), False)
         asked = [node.index for node in self.nodes if node.reads_numbers]
         around = [[step, *(call for call in self.followed_calls if call.begin <= index < call.end)] for index in asked]
@@ -312,8 +312,8 @@ class CallGraph:
     def expected_at(self) -> dict[str, int]:
         """The node after which a later batch may call an uncalled module, by name of the module or its parameter.
 
-        This is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
-        after it. A parameter of a list may be used in the place of another one of it.
+        It is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
+        after it. A parameter in a list may be used in the place of another one in this list.
         """
         last: dict[str, int] = {}
         calls = [*(node.index for node in self.nodes if node.kind != "glue"), len(self.nodes)]
@@ -340,7 +340,7 @@ class CallGraph:
         for node in self.nodes:
             if node.index in self.upkeep:
                 continue  # the stage that needs its values executes it
-            # being held by an object that a node returns is no use of a value of an earlier node
+            # a node that returns an object does not thereby use the values of earlier nodes that the object holds
             made = (value for value in made_by(node) if self.born[value] == node.index)
             written = (value for _, value, _ in node.writes)
             for value in (*node.inputs, *written, *made):

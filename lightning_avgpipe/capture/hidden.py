@@ -111,8 +111,8 @@ class Provenance(TorchDispatchMode):
     def followed(self, result: Any, arguments: Any, modules: Iterable[nn.Module]) -> Any:
         """Return the result of the last node, with new tensor objects in place of those that the node made.
 
-        The step, and the objects that the node was given, go on with the new ones. Code that uses one of the original
-        objects must have found it where the node left it.
+        The step, and the objects that the node was given, get the new ones. So code that uses one of the original
+        objects must have found it in another place where the node left it.
         """
         others: dict[int, Tensor] = {}
 
@@ -130,12 +130,12 @@ class Provenance(TorchDispatchMode):
         return holder[0]
 
     def birth(self, tensor: Tensor) -> int | None:
-        """Return the node inside of which this very tensor, or its base, was made."""
+        """Return the node that made this tensor object, or its base; None if no node did."""
         made = self._made.value_of(tensor)
         return None if made is None else made[0]
 
     def forget(self) -> None:
-        """Forget the tensors of the last unit, which was not a node, so that its tensors are free."""
+        """Forget the tensors that the last unit made: it was not a node, so they are free."""
         self._made.forget(lambda made: made[0] == self._node)
 
 
@@ -158,14 +158,14 @@ class _TensorRead(NamedTuple):
 
 
 class HiddenTensors:
-    """A record of tensors that units leave behind, say in a global variable, or write into besides their arguments.
+    """A record of tensors that units leave behind, say in a global variable, or write into though not given them.
 
     Args:
         module: module whose submodules are units.
         draft: call graph under construction.
         state: parameters and buffers, whose changes are known by name.
         calls: watcher of module calls, which knows the units that draw from the generators of Python or NumPy.
-        exports: units in whose attributes other code is known to find tensors.
+        exports: units in whose attributes other code finds tensors, as far as an earlier recording has found.
 
     Attributes:
         exports: these units, and those that were found since.
@@ -213,8 +213,8 @@ class HiddenTensors:
         Args:
             tensors: tensors that an operation takes.
             name: name of the operation, for messages.
-            everywhere: whether each stage that gets that far executes it.
-            unit: path of the unit, if it is one.
+            everywhere: whether each stage that gets that far executes the operation.
+            unit: path of the unit, if the operation is the call of one.
         """
         nodes = self._draft.nodes
         end = ANYWHERE if everywhere else len(nodes)
@@ -248,18 +248,18 @@ class HiddenTensors:
     def compare_with_repeat(self, again: HiddenTensors | None) -> list[Pin]:
         """Return where the step cannot be cut because of tensors that units keep for calls of their own.
 
-        A tensor that a unit makes anew in every step, and reads in that step only, is sent between stages. (Mean and
-        deviation of a reversible normalisation.)
+        A tensor that a unit makes anew in every step, and reads in that step only, is sent between stages. An example
+        are the mean and deviation of a reversible normalisation.
 
         Args:
-            again: record of the same step when it ran once more; None if that run failed.
+            again: record of the repeated run of the same step; None if that run failed.
         """
         anew = set() if again is None else self._made_anew(again)
         self.exports |= anew
         return [pin for unit, reads in self.own.items() if unit not in anew for _, pin in reads]
 
     def _made_anew(self, again: HiddenTensors) -> set[str]:
-        """Return the units that, in a repeated step, made their tensors again and read none of the first run."""
+        """Return the units that, in a repeated step, made their tensors again and read none from the first run."""
         reads = {unit: [read for read, _ in found] for unit, found in self.own.items()}
         alike = {unit for unit in reads if reads[unit] == [read for read, _ in again.own.get(unit, ())]}
         return {unit for unit in alike - again._carried if again._before[unit] == again._numbers(unit)}

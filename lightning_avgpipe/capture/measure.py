@@ -8,9 +8,9 @@ The step is run a few times. Before a node runs as usual, it is run alone on det
                 |    samples                          equal calls share their samples
                 warm-up
 
-Every run of the step adds samples, so a disturbance of the machine does not hit one node only; the median counts. The
-step's own tensors keep nothing for a backward: besides the values between nodes, one unit's activations are alive at a
-time.
+Every run of the step adds samples, so that a disturbance of the machine does not hit one node only; the median counts.
+The step's own run saves nothing for a backward. So besides the values between nodes, the activations of only one unit
+are in memory at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
 _ROUNDS = 5  # runs of the step
-_PATIENCE_S = 2.0  # a longer measurement shows its progress
+_PATIENCE_S = 2.0  # a longer measurement shows a progress bar
 _CALLS = 2  # equal calls that are measured in one run of the step
 _REPETITIONS = 3
 _SHORT_S = 0.02  # repetitions of one call end after this time
@@ -69,9 +69,9 @@ def measure(
     samples: Samples | None = None,
     budget_s: float = 30.0,
 ) -> Costs:
-    """Return the seconds of every node's forward and backward, and the bytes stashed between them, without a trace.
+    """Measure the seconds of every node's forward and backward, and undo all changes of the step.
 
-    A backward includes the addition to gradients that exist already.
+    The time of a backward includes the addition to existing gradients. Stashed bytes are taken from the graph.
 
     Args:
         graph: call graph of the step, captured with these arguments.
@@ -83,8 +83,8 @@ def measure(
         budget_s: seconds, including those that the samples have taken, after which nothing is repeated; each node is
             measured at least once.
     Raises:
-        StepChangedError: the step did something else than when it was captured.
-        UnmeasurableError: the step, or one of its units, runs a backward itself, or a unit does not run alone.
+        StepChangedError: the step did not do the same as when it was captured.
+        UnmeasurableError: the step, or one of its units, runs a backward itself, or a unit cannot run alone.
     """
     if any(node.kind == "glue" and node.name in ("grad", "backward") for node in graph.nodes):
         raise UnmeasurableError(_BACKWARD)
@@ -122,7 +122,7 @@ def measure(
 
 
 class _Timer(StepTracer):
-    """A tracer that runs the step as usual, and each node alone before it.
+    """A tracer that runs the step as usual, and measures each node alone before it runs.
 
     Args:
         trial: runs nodes alone and measures them.
@@ -187,7 +187,7 @@ class _Timer(StepTracer):
             raise StepChangedError(
                 f"{self._graph.step} calls {operation.name} at {source_line()} where it called {node or 'nothing'} "
                 "when it was captured; a step must do the same for every batch. What it makes in its first call only "
-                "(a buffer, a table) make before training (__init__, setup, on_fit_start)"
+                "(a buffer, a table) must be made before training (__init__, setup, on_fit_start)"
             )
         self._position += 1
         self._bar.update()
@@ -207,8 +207,8 @@ class _Timer(StepTracer):
     def _estimated(self, node: Node, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
         """Run a node and measure its forward only; return its result and tensors.
 
-        Glue that writes may write to a view of anything, so it cannot run on a copy first. Gradients of a checkpointed
-        region, or within a transform of torch.func, cannot be asked for.
+        Glue that writes may write to a view of anything, so it cannot run on a copy first. For a checkpointed region,
+        or within a transform of torch.func, gradients cannot be computed alone. The backward is estimated.
         """
         with SavedHooks(_drop, _dropped):
             result, seconds = self._trial.timed(run)
@@ -274,10 +274,10 @@ def _dropped(packed: None) -> Tensor:
     raise UnmeasurableError(_BACKWARD)
 
 
-# -- nodes alone, on detached copies of their inputs, so that nothing of the run remains -----------------------------
+# -- nodes alone, on detached copies of their inputs, so that the run has no side effects ----------------------------
 
 
-REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
+REGION_BACKWARD = 3.0  # in forwards: the recomputed forward, and a backward that takes two forwards
 
 
 class Sample(NamedTuple):
@@ -307,7 +307,7 @@ class Samples:
         return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
 
     def take(self, other: Samples) -> None:
-        """Replace these samples by another process's, which started from these."""
+        """Replace these samples by those of another process, which has added its own to a copy of these."""
         self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
 
 
@@ -333,7 +333,7 @@ class NodeTrial:
         self.kinds = _kinds(graph, module)
         self.timed = port_of(device).timed
         self._packer = Packer(module)
-        self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
+        self._start_s = math.inf  # overhead of starting a backward: once for a stage, but in each measurement of a node
 
     def add(self, node: Node, sample: Sample) -> None:
         """Add a sample of a node."""
@@ -344,13 +344,13 @@ class NodeTrial:
         return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
 
     def run(self, operation: Operation, node: Node, sums: Sequence[Tensor], before: Untouched | None) -> Sample:
-        """Run and measure the forward and backward of a node, without a trace.
+        """Run and measure the forward and backward of a node, and undo its changes.
 
         Args:
-            operation: operation that the step has come to.
+            operation: operation that the step has reached.
             node: node of the operation.
             sums: tensors to which the gradients of the module's trained parameters are added.
-            before: what the node's module may change; None: it is no call of a module.
+            before: state of the called module, to be restored; None: the node is no call of a module.
         """
         copies = _Copies(clones=bool(node.writes))
         args, kwargs = tree.map_tensors(copies, (operation.args, operation.kwargs))
@@ -359,7 +359,7 @@ class NodeTrial:
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
             _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
-            # hooks of our own, so that those of a checkpointed region around this node do not act
+            # hooks of our own on top, so that those of a checkpointed region around this node have no effect
             try:
                 with SavedHooks(itself, itself):
                     result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
@@ -380,7 +380,7 @@ class NodeTrial:
         return Sample(forward_s, backward_s - self._start_s)
 
     def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: Sequence[Tensor]) -> float:
-        """Return the seconds of a backward that adds the gradients of the last sources to the sums."""
+        """Return the seconds of a backward that adds the gradients of the last ``len(sums)`` sources to the sums."""
         ones = [torch.ones_like(t) for t in outputs]
 
         def backward() -> None:

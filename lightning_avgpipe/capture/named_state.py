@@ -38,8 +38,8 @@ class NamedState:
 
     Attributes:
         buffers: buffers by full name, as registered when the step began.
-        changes: notes writes while it is entered.
-        rewritten: names of tensors that were written to, or that got other memory.
+        changes: context in which writes are noted.
+        rewritten: names of tensors that were written to, or whose memory was replaced.
         by_glue: the given names, and those that were found since.
     """
 
@@ -70,7 +70,7 @@ class NamedState:
         return id(tensor) in self._names
 
     def is_lasting(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter, or a buffer, also one that a unit has put in the place of another."""
+        """Return whether a tensor is a parameter or a buffer, or one by which a unit has replaced a buffer."""
         return self.name_of(tensor) is not None or id(tensor) in self._made_by_units
 
     def buffer(self, name: str) -> Tensor | None:
@@ -79,18 +79,18 @@ class NamedState:
         return self._module.get_submodule(path)._buffers.get(leaf)
 
     def of(self, path: str) -> StateCopies:
-        """Return the present state of a submodule's own parameters and buffers, to compare with later."""
+        """Return the present state of a submodule's parameters and buffers, for a later comparison."""
         module = self._module.get_submodule(path)
         with untraced():  # reading the data must not fetch absent weights
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
         return state + [(joined(path, name), b, b.detach().clone()) for name, b in module.named_buffers()]
 
     def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Move these tensors to the device within this context; this counts as no change."""
+        """Move these tensors to the device within this context, without counting this as a change."""
         return self.changes.visiting(visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> StateCopies:
-        """Return the present state of these tensors, by full name, to compare with later."""
+        """Return the present state of these tensors, by full name, for a later comparison."""
         return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
 
     def changed(self, state: StateCopies) -> list[str]:
@@ -98,7 +98,7 @@ class NamedState:
         moved = {name for name, p, before in state if name in self._parameters and address(p) != address(before)}
         self.changes.keep((name, before) for name, _, before in state if name in moved)
         self.rewritten |= self.changes.written | moved
-        # Compared by value, since batch normalisation does not declare its writes. The step may also replace a buffer.
+        # Buffers are compared by value, since batch normalisation does not declare its writes, and may be replaced.
         buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name not in self._parameters)
         other = {name for name, b, now, before in buffers if now is not b or not same_contents(b, before)}
         found = self.changes.written | moved | other
@@ -113,7 +113,7 @@ class NamedState:
         return tuple(name for name in names if name not in self.buffers)
 
     def states(self, used: Sequence[Tensor], changed: Sequence[str], in_unit: bool) -> tuple[str, ...]:
-        """Return the names of the state that a node changes, or that it uses and :attr:`by_glue` holds."""
+        """Return the names of the state that a node changes, or that it uses and that is in :attr:`by_glue`."""
         if in_unit:
             self._in_units.update(changed)
             replaced = ((name, now) for name in changed if (now := self.buffer(name)) is not self.buffers.get(name))
@@ -122,14 +122,14 @@ class NamedState:
         return tuple(dict.fromkeys((*changed, *(name for name in names if name in self.by_glue))))  # type: ignore[arg-type]
 
     def seen(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters and buffers among the arguments of glue, by name."""
+        """Return the parameters and buffers among the arguments of glue, by name, and remember that glue uses them."""
         found = {name: t for t in tensors if (name := self.name_of(t)) is not None}
         found |= {self._made_by_units[id(t)][0]: t for t in tensors if id(t) in self._made_by_units}
         self._seen.update(found)
         return found
 
     def reassigned(self, nodes: Sequence[Node]) -> Iterator[tuple[int, int, str]]:
-        """Yield ``(first, last, reason)`` so that only the last stage replaces a buffer that glue assigns anew."""
+        """Yield where no cut may lie, so that the last stage alone replaces a buffer that glue assigns anew."""
         for name, buffer in self.buffers.items():
             if name not in self._in_units and self.buffer(name) is not buffer:
                 self.by_glue.add(name)
@@ -138,7 +138,7 @@ class NamedState:
                 yield first + 1, ANYWHERE, f"{what}; write into it instead (copy_)"
 
     def find_shared(self, nodes: Sequence[Node]) -> None:
-        """Find buffers that a unit changes and that glue, another unit or another call of the unit uses too."""
+        """Add to :attr:`by_glue` the state that a unit changes and that glue, or another call of a unit, uses too."""
         users = Counter(name for node in nodes for name in node.parameters)
         calls = Counter(node.name for node in nodes if node.kind == "call")
         changes = Counter((node.name, name) for node in nodes for name in node.changes)

@@ -1,4 +1,4 @@
-"""Define the operations of a step that is followed: what capture, measurement and replay handle at a node."""
+"""Define an operation of a followed step: what capture, measurement and replay handle at a node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def writes(function: str) -> bool:
 
 
 class Operation(NamedTuple):
-    """A call of a unit, a glue function or a checkpointed region that the step has come to.
+    """A call of a unit, a glue function or a checkpointed region that the step has reached.
 
     Attributes:
         kind, name: as in :class:`~lightning_avgpipe.capture.graph.Node`.
@@ -54,7 +54,7 @@ class Operation(NamedTuple):
         return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
 
     def with_objects(self, node: Node) -> tuple[list[Tensor], Snapshot | None]:
-        """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
+        """Return all tensors that a node takes, also those in objects that it may write into; and these objects."""
         if not node.writes_objects:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()

@@ -1,7 +1,7 @@
 """Define the reads of attributes and variables in one step, and watch those of variables outside of modules.
 
-Python tells nobody that a global variable is read, as it does with attributes. So the frames whose code names such a
-variable are traced, instruction by instruction, as a debugger does.
+Python has no hook for reads of global variables, as it has for those of attributes. So the frames whose code names such
+a variable are traced, instruction by instruction, as by a debugger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Read(NamedTuple):
 
     Attributes:
         position: number of nodes before.
-        in_unit: whether the running node reads it, on one stage; else each stage that comes so far does.
+        in_unit: whether the running node reads it, on one stage; otherwise each stage that gets that far reads it.
         source: the line that reads it.
         held: the object that the attribute holds.
         carried: whether the object may come from the previous step.
@@ -52,7 +52,7 @@ class Read(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first position behind the read."""
+        """The first position after the read."""
         return self.position + self.in_unit
 
     def apart_from(self, node: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class Read(NamedTuple):
 
 
 def as_free(reads: Iterable[Read], position: int) -> list[Read]:
-    """Return the reads, where those of the unit at this position count as between units: every stage runs this unit."""
+    """Return the reads, with those at this position marked as between units, since every stage runs the unit there."""
     return [read._replace(in_unit=False) if read.position == position else read for read in reads]
 
 
@@ -103,11 +103,11 @@ class VariableReads:
     Args:
         module: module whose code names the variables.
         keys: the variables, by an empty path and full name.
-        now: tells the position.
+        now: returns the position, and whether a unit is running.
 
     Attributes:
-        reads: variable -> its reads. Those that nobody has seen count from the beginning: of a variable that no
-            instruction names, such as a default argument, and of all where a debugger or the like traces already.
+        reads: variable -> its reads. A variable whose reads cannot be seen counts as read at the beginning. These are
+            variables that no instruction names (default arguments), and all of them if a debugger already traces.
     """
 
     def __init__(self, module: nn.Module, keys: Collection[Key], now: Now) -> None:

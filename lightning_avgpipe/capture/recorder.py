@@ -34,14 +34,14 @@ from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
 
 @dataclass(frozen=True)
 class Preview:
-    """Facts about a step that must be known before it is recorded; a first recording finds them for the next.
+    """Facts about a step that must be known before it is recorded; one recording finds them for the next.
 
     Attributes:
         glue_states: names of the buffers that glue changes; operations on them are nodes, also before the first change.
         exports: units in whose attributes other code finds tensors.
-        readers: units that find values in objects; they are nodes even if nothing else makes them nodes.
-        mutable: ids of objects in attributes that change; they are watched, to see whether units or glue change them.
-        unseen: attributes whose assignment is not seen; they are watched, to see whether units or glue assign them.
+        readers: units that find values in objects; they are always nodes.
+        mutable: ids of objects in attributes that change; they are watched to find out whether units or glue do it.
+        unseen: attributes whose assignments are not seen; they are watched to find out whether units or glue do it.
     """
 
     glue_states: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class _UnitEffects(NamedTuple):
     flops: float
 
     def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
-        """Return a node with these effects, and with these generators among its arguments."""
+        """Return the node with these effects, and with these generators among its arguments."""
         changes = tuple(self.changes)
         return replace(node, changes=changes, draws=self.draws, drawn=self.drawn, generators=generators)
 
@@ -132,7 +132,7 @@ class StepRecorder(StepTracer):
         return result
 
     def _pin_answer(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        """Forbid cuts if a stand-in for a value would describe itself otherwise than the value does."""
+        """Forbid cuts after the maker of a value if a stand-in for the value would answer this question differently."""
         value = self.known.value_of(args[0])
         if value is None:
             return
@@ -170,7 +170,7 @@ class StepRecorder(StepTracer):
         used = provenance.used
         states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
         result = provenance.followed(result, (args, kwargs), modules)
-        self.effects.objects.take()  # what was put in the place of tensors is no change
+        self.effects.objects.take()  # replacing the tensors in objects does not count as a change
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
         inputs = draft.values_of([*visible, *used])
         parameters = self.state.parameters([*module.parameters(), *used])
@@ -207,7 +207,7 @@ class StepRecorder(StepTracer):
     def _executed(
         self, before: StateCopies, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
     ) -> tuple[Any, _UnitEffects]:
-        """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
+        """Run a unit or a region; return its result and effects. A region may add to ``before`` while it runs."""
         watch = self.calls
         watch.check_seeds()
         self.effects.look()
@@ -254,7 +254,7 @@ class StepRecorder(StepTracer):
         return result
 
     def _made_generators(self, args: Any, kwargs: Any) -> Snapshot:
-        """Return the random generators among arguments that the step has made."""
+        """Return the random generators among the arguments that the step has made."""
         found = Snapshot((args, kwargs), opaque="generators")
         chosen = self.effects.generators.given(found, "")
         return found.among([id(one) for i, one in enumerate(found.opaque) if i in chosen])
@@ -327,11 +327,11 @@ class StepRecorder(StepTracer):
             return result, self.state.changed(before), saved
 
     def _saving(self, visitors: Sequence[Tensor] = ()) -> AbstractContextManager[dict[int, int]]:
-        """Note what a node saves, see :meth:`SavedTensors.noted`; within a checkpointed region it saves nothing."""
+        """Note what a node saves, as :meth:`SavedTensors.noted`; within a checkpointed region it saves nothing."""
         return nullcontext({}) if self._regions else self._saved.noted(visitors)
 
     def _pin_mode(self) -> None:
-        """Forbid cuts after a node that a mode sees, since stages that skip the node would show the mode nothing."""
+        """Forbid cuts after a node that runs in a mode of the user, which would not see it on stages that skip it."""
         if (mode := self.mode()) is not None:
             self.draft.pin(
                 self.draft.position() + 1, ANYWHERE,
@@ -340,7 +340,7 @@ class StepRecorder(StepTracer):
             )  # fmt: skip
 
     def _pin_glue(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
-        """Forbid cuts around functions that cannot be divided from other nodes."""
+        """Forbid cuts that would separate certain functions from other nodes."""
         if any(map(is_transformed, [*tensors, *tree.tensors(result)])):
             reason = f"what is computed by torch.vmap or torch.func at {source_line()} cannot be followed out of it"
             self.draft.pin(self.draft.position() + 1, ANYWHERE, reason)
@@ -358,7 +358,7 @@ class StepRecorder(StepTracer):
             self._pin_handed_out(tensors, f"{name}()")
 
     def _pin_hook(self, name: str, tensor: Tensor) -> None:
-        """Forbid cuts after a value whose gradient the step looks at: only the stage that made it gets that."""
+        """Forbid cuts after the maker of a value whose gradient the step uses: only its stage gets this gradient."""
         value = self.known.value_of(tensor)
         if value is None:
             raise CaptureError(
@@ -408,7 +408,7 @@ class StepRecorder(StepTracer):
         )  # fmt: skip
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:
-        """Note that the next node takes these tensors."""
+        """Note that the next node takes these tensors, which may be buffers, of the batch, or held by attributes."""
         index = self.draft.position()
         for name in (self._buffers[id(t)] for t in tensors if id(t) in self._buffers):
             self.buffers_read.setdefault(name, index)
@@ -418,7 +418,7 @@ class StepRecorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
-        with self.effects.objects.elsewhere():  # what it changes does not count
+        with self.effects.objects.elsewhere():  # changes by self.log and metrics do not count
             result = run(*args, **kwargs)
         self.effects.attributes.ignore_unseen()
         return result
@@ -432,7 +432,7 @@ class StepRecorder(StepTracer):
         self.batch.kept(tensors)
 
     def is_lasting(self, tensor: Tensor) -> bool:
-        return self.state.is_lasting(tensor)  # which buffers the step changes, is known when it has ended
+        return self.state.is_lasting(tensor)  # any buffer, since the step may still change it
 
     # -- the whole step ------------------------------------------------------------------------------------------------
 

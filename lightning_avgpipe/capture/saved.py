@@ -18,25 +18,27 @@ class SavedTensors:
     """The memory that nodes save in one run of a step, by the storages of the saved tensors.
 
     Args:
-        resident: tensors that are in memory in any case, such as weights, buffers and the batch.
+        resident: tensors that are in memory anyway, such as weights, buffers and the batch; they do not count.
     """
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         self._resident = {address(tensor) for tensor in resident}
-        self._noted: list[Any] = []  # no other storage gets the address of one to which there is a weak reference
+        self._noted: list[Any] = []  # weak references, which keep the address of a freed storage from being reused
 
     @contextlib.contextmanager
     def noted(self, visitors: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
-        """Give the storages that are saved within this context, with their bytes, until it is entered again.
+        """Yield a dict that gets the storages which are saved within this context, ``address -> bytes``.
+
+        The addresses are unique until a context is entered again.
 
         Args:
-            visitors: resident tensors that are on another device for the time of this context.
+            visitors: resident tensors that are on another device within this context.
         """
         found: dict[int, int] = {}
         resident = self._resident.union(map(address, visitors))
         self._noted.clear()
 
-        outer = innermost_hooks()  # of ours around these, which are left what is saved
+        outer = innermost_hooks()  # hooks of ours around these, to which saved tensors are passed on
 
         def pack(tensor: Tensor) -> Any:
             if not is_lent(tensor) and (storage := address(tensor)) not in resident and storage not in found:

@@ -5,8 +5,8 @@ outside of units, the torch functions (a ``TorchFunctionMode``). Inside a unit b
 speed.
 
 A tensor is *known* as a value if it came out of a node. An operation is a node if it touches a known tensor or a
-parameter; everything else is free, also what only asks a parameter for its description. Capture and replay decide this
-by the same rule, in the same order, which is why nodes can be matched by counting them.
+parameter; everything else is free, including operations that only ask a parameter for its description. Capture and
+replay decide this by the same rule, in the same order, so nodes can be matched by counting them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ METADATA: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
     )
 )
-# Descriptions that a stage does not know, or that may differ there, of a value that it receives or does not have.
+# Descriptions of a value that are unknown, or may differ, on a stage that receives the value or does not have it.
 STAGE_QUESTIONS = METADATA.intersection(
     _functions(
         ("output_nr", "is_leaf", "grad_fn", "retains_grad", "_version", "_backward_hooks"),
@@ -81,19 +81,19 @@ STAGE_QUESTIONS = METADATA.intersection(
 DEVICE_QUESTIONS = _functions(("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta"), ("get_device",))
 
 
-# Marks a sparse tensor as coalesced. Libraries for graphs do so with each one that they get.
+# Marks a sparse tensor as coalesced. Graph libraries call it for every sparse tensor that they get.
 _COALESCING: Any = Tensor._coalesced_
 
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
-# Comparisons, and those with both sides exchanged.
+# Each comparison, and the one to use when both sides are exchanged.
 _EXCHANGED = {
     getattr(Tensor, f"{underscores}{one}{underscores}"): getattr(Tensor, f"{underscores}{other}{underscores}")
     for one, other in (("eq", "eq"), ("ne", "ne"), ("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"))
     for underscores in ("", "__")
 }
 
-# Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
+# Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other one.)
 LIKE = _functions((), ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")) | {
     torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like
 }  # fmt: skip
@@ -126,13 +126,13 @@ class CallWatcher:
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a custom autograd function that is called inside a unit.
 
-        All that it draws comes from one stream: its backward may call modules again, from a random state that it has
-        kept.
+        All its draws must come from one stream: its backward may call modules again, starting from a random state that
+        its forward has saved.
         """
         return run(*args, **kwargs)
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
-        """Return what replaces a checkpointed function, which a backward calls again after ``calls_before`` calls."""
+        """Return a replacement for a checkpointed function; after ``calls_before`` calls, backwards call it again."""
         return function
 
 
@@ -151,11 +151,11 @@ class StepTracer(TorchFunctionMode):
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
         place: device on which the step computes; None: where its parameters are.
-        away: ids of the tensors that come to this device only while something uses them.
+        away: ids of the tensors that are moved to this device only while something uses them.
 
     Attributes:
         known: tensors that came out of nodes, with their values.
-        rehearses: whether this execution only finds something out, before the step runs in earnest.
+        rehearses: whether this execution only gathers information about the step, and trains nothing.
         has_left: whether a stage has left the step before its end.
     """
 
@@ -173,19 +173,19 @@ class StepTracer(TorchFunctionMode):
         self._away = away
         self._units = units
         self._owned = owned
-        self._inside = False  # whether a unit or the work of a node is running, so that nothing is a node
+        self._inside = False  # whether a unit or the work of a node is running, so that nothing is followed
         self.known = KnownTensors[int]()
         self.has_left = False
         self._bare = False  # whether this mode is off the stack of modes
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
-        self._modes: frozenset[int] = frozenset()  # ids of those that were entered before the step
-        self._depth = (0, 0)  # numbers of modes while the step is in none of its own
+        self._modes: frozenset[int] = frozenset()  # ids of the modes that were entered before the step
+        self._depth = (0, 0)  # numbers of function and dispatch modes while the step has entered none itself
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
         self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
 
     @property
     def mutes(self) -> bool:
-        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
+        """Whether the step's output (prints, warnings, logs) is ever muted, since another execution shows it too."""
         return self.rehearses
 
     def is_muted(self) -> bool:
@@ -227,8 +227,8 @@ class StepTracer(TorchFunctionMode):
     def handed_out(self, values: Any) -> Any:
         """Return what the step logs or returns, with copies of the parameters and buffers in it.
 
-        To hand one out is a use like any other, which only a function of torch shows. Without it nobody would know that
-        the last stage needs them, which may not have their numbers.
+        Returning a parameter is a use of it, but only torch functions are seen as uses. The copy makes one, so that the
+        last stage, which may not hold the parameter, is known to need it.
         """
         if not any(map(self.is_lasting, tree.tensors(values))):
             return values
@@ -255,7 +255,7 @@ class StepTracer(TorchFunctionMode):
         return self._inside
 
     def answer(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the result of a call that is known without looking at it further; None: it is not known."""
+        """Return the result of a module's call if it is known without running it; otherwise None."""
         return None
 
     def on_assign(self, module: nn.Module, name: str) -> None:
@@ -263,7 +263,7 @@ class StepTracer(TorchFunctionMode):
         return
 
     def unit(self, module: nn.Module) -> str | None:
-        """Return the path of a unit that is being called; None for a module that is followed."""
+        """Return the path of a called module if it is a unit; None if it is followed."""
         return self._units.get(id(module))
 
     # -- the two hooks ----------------------------------------------------------------------------------------------
@@ -271,11 +271,11 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             if not self._inside and self._place is not None and func in DEVICE_QUESTIONS and id(args[0]) in self._away:
-                args = (torch.empty(0, device=self._place),)  # where the step would find the tensor
+                args = (torch.empty(0, device=self._place),)  # answers with the device on which the step computes
             return func(*args, **(kwargs or {}))
-        if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
+        if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # would count as a change, but is none
             return args[0]
-        if func in _FREEZING and id(args[0]) in self._owned:  # no node, but done on each stage: to its own parameter
+        if func in _FREEZING and id(args[0]) in self._owned:  # no node: each stage does it to its own parameter
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
             return func(*args, **(kwargs or {}))
         if func in LIKE and self._is_parameter(args, kwargs):
@@ -292,9 +292,10 @@ class StepTracer(TorchFunctionMode):
             self._inside = False
 
     def _is_exchanged(self, one: Any, other: Any) -> bool:
-        """Return whether the sides of a comparison are not in the order that all stages use: own tensors, then values.
+        """Return whether the sides of a comparison must be exchanged, for the order that all stages use.
 
-        Python asks a stand-in first if it is on the right, since its class is a subclass of the other's.
+        This order is: tensors that are no values, then values by number. Python may exchange the sides: it calls the
+        reflected method of a stand-in on the right first, since its class is a subclass of the other's.
         """
         if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
             return False
@@ -311,7 +312,7 @@ class StepTracer(TorchFunctionMode):
         return len(given) == 1 and isinstance(given[0], nn.Parameter) and id(given[0]) in self._owned
 
     def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a tensor like a parameter, which may have no contents here, or may be on another device now."""
+        """Make a tensor like a parameter, which may be without contents here, or on another device at the moment."""
         if self._place is not None and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self._place}
         return func(*args, **kwargs)
@@ -323,16 +324,16 @@ class StepTracer(TorchFunctionMode):
         Code that ``torch.compile`` has compiled cannot be followed, so it runs uncompiled.
 
         Args:
-            compiled: whether units that run within :meth:`executing` stay compiled; those cannot be watched either.
+            compiled: whether units that run within :meth:`executing` stay compiled; their inner calls are not watched.
         Raises:
-            AvgPipeError: one was raised within the step, also if the step has caught it.
+            AvgPipeError: one was raised within the step, even if the step has caught it.
         """
         eager = uncompiled()
         with intercepting(), eager, muted(self.is_muted) if self.mutes else _NOTHING:
             self._eager = eager if compiled else None
             outer, _following.tracer = _following.tracer, self
             self._modes, (functions, dispatches) = frozenset(map(id, operation_modes())), num_modes()
-            self._depth = functions + 1, dispatches  # with this one
+            self._depth = functions + 1, dispatches  # including this mode
             try:
                 with self:
                     yield
@@ -345,7 +346,7 @@ class StepTracer(TorchFunctionMode):
                     raise self._raised  # type: ignore[misc]
 
     def _set_back_frozen(self) -> None:
-        """Set back each requires_grad that the step has set; it is an error if the whole step has run and has not."""
+        """Restore each requires_grad that the step has left changed; note an error if the whole step has run."""
         for parameter, before, line in self._frozen.values():
             if parameter.requires_grad == before:
                 continue
@@ -354,18 +355,18 @@ class StepTracer(TorchFunctionMode):
                 self.note(
                     CaptureError(
                         f"the step sets requires_grad of '{self._owned[id(parameter)]}' at {line} to {not before}, and "
-                        "leaves it so, which not all stages come to; freeze and unfreeze in a hook "
+                        "leaves it so, but not all stages execute this line; freeze and unfreeze in a hook "
                         "(on_train_batch_start) or a callback"
                     )
                 )
 
     def mode(self) -> str | None:
-        """Return the name of a mode that the step is in and that sees the operations of nodes; None if there is none.
+        """Return the name of a mode that the step has entered and that sees the operations of nodes, or None.
 
         Such a mode may count or change what it sees, but on each stage it sees only the nodes that run there.
         """
         functions, dispatches = num_modes()
-        if (functions + self._bare, dispatches) == self._depth:  # most often, and quick to see
+        if (functions + self._bare, dispatches) == self._depth:  # a quick check for the common case
             return None
         strange = (m for m in operation_modes() if m is not self and id(m) not in self._modes)
         return next((type(m).__qualname__ for m in strange), None)
@@ -390,7 +391,8 @@ class StepTracer(TorchFunctionMode):
 class _Aside:
     """A context in which nothing is followed.
 
-    It is entered at every call of a unit. A generator would cost as much as the rest of the call.
+    It is entered at every call of a unit. A context manager made of a generator would cost as much as the rest of the
+    call.
     """
 
     __slots__ = ("_on_top", "_tracer")
@@ -422,8 +424,8 @@ class _Aside:
 class uncompiled:
     """A context in which nothing runs compiled; if the compiler was never imported, nothing is compiled anyway.
 
-    The compiler's stance is one for all threads, so the first one that enters sets it, and the last one that leaves
-    sets it back.
+    All threads share the compiler's stance, so the first one that enters sets it, and the last one that leaves restores
+    it.
     """
 
     __slots__ = ("_is_counted",)
@@ -467,8 +469,8 @@ class watching:
 class intercepting:
     """A context in which calls of modules and autograd functions can be followed.
 
-    A tracer enters it by itself. Code that follows often keeps it on, since each change of ``nn.Module`` empties
-    Python's method caches for all modules.
+    A tracer enters it by itself. Code that often follows steps stays in it all the time, since each change of
+    ``nn.Module`` empties Python's method caches for all modules.
     """
 
     __slots__ = ()
@@ -493,7 +495,7 @@ class intercepting:
 _lock = threading.Lock()
 _interceptions = 0
 _uncompiled = 0  # contexts in which nothing runs compiled
-_stance: Any = None  # that these contexts share
+_stance: Any = None  # the stance that these contexts share
 call_module: Callable[..., Any] = nn.Module.__call__
 _assign_attribute: Callable[..., None] = nn.Module.__setattr__
 _is_compiling = torch.compiler.is_compiling
@@ -504,7 +506,7 @@ _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older vers
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Every call of a module comes here, so the paths that follow nothing come first.
+    # Every call of a module passes through here, so the cheap cases come first.
     if _is_compiling():  # a unit that runs compiled
         return call_module(module, *args, **kwargs)
     watcher, tracer = _following.watcher, _following.tracer
@@ -540,7 +542,7 @@ def _follow(tracer: StepTracer, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    """Call a unit whose forward hooks run as glue: a hook that collects outputs does so on every stage."""
+    """Call a unit with forward hooks. The hooks run as glue, so one that collects outputs does so on every stage."""
     forward = module.forward
 
     def unit(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -552,7 +554,7 @@ def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    # Not a torch function: the mode would see the inside of its forward, and its backward would be lost.
+    # ``apply`` is no torch function: the mode would follow the operations in its forward, and lose its backward.
     tracer, watcher = _following.tracer, _following.watcher
     run = _apply_function.__get__(None, function)
     if function is _keeping_inputs:
@@ -571,7 +573,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
 
 
 def _call_script(function: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) -> Any:
-    # Its operations are no calls from Python, which a mode sees only if another kind of mode is on.
+    # Python does not call the operations of a script function one by one, so the mode would not see them.
     tracer, run = _following.tracer, partial(_script_function, function)
     if tracer is None or tracer._inside:
         return run(*args, **kwargs)  # type: ignore[call-arg]
@@ -580,7 +582,7 @@ def _call_script(function: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) 
 
 
 def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Bracket a region that is checkpointed without reentrance; backwards call ``function`` again."""
+    """Bracket a non-reentrantly checkpointed region; backwards call ``function`` again."""
     tracer, watcher = _following.tracer, _following.watcher
     if watcher is not None:
         function = watcher.repeatable(function, calls_before=0)
@@ -588,7 +590,7 @@ def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> I
     return generator if tracer is None or tracer._inside else tracer.region(generator)
 
 
-# What is intercepted: owner, name, torch's own, and what takes its place.
+# What is intercepted: owner, name, torch's own function, and its replacement.
 _INTERCEPTED: tuple[tuple[Any, str, Any, Any], ...] = (
     (nn.Module, "__call__", call_module, _call),
     (nn.Module, "__setattr__", _assign_attribute, _assign),

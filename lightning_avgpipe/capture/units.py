@@ -72,7 +72,7 @@ def neighbours(root: nn.Module, called: Collection[str], used: Collection[str]) 
     Args:
         root: module whose submodules are looked at.
         called: paths of the modules that were called.
-        used: full names of the parameters that operations between units used; those beside them in a list are theirs.
+        used: full names of the parameters that operations between units used.
     """
     for above, container in root.named_modules():
         if isinstance(container, (nn.ParameterList, nn.ParameterDict)):

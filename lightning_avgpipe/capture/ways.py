@@ -1,4 +1,4 @@
-"""Find what a step calls when chance leaves out some of its submodules (LayerDrop)."""
+"""Capture steps that leave out submodules at random (LayerDrop), so that all submodules are seen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_avgpipe.utils.random_streams import host_stream, stream
 
 _log = logging.getLogger(__name__)
 
-# Most captures, and most seconds, to find a run that leaves out nothing; and the fewest captures, which show whether
-# chance leaves anything out.
+# The largest number of captures, and of seconds, to find a run that leaves out nothing; and the smallest number of
+# captures, which shows whether chance leaves anything out.
 _MOST, _LONGEST_S, _FEWEST = 48, 30.0, 6
 
 Run = Callable[..., Any]
@@ -31,7 +31,7 @@ class CapturedRun(NamedTuple):
 
     Attributes:
         graph: call graph of this capture.
-        run: execute the step as in this capture.
+        run: executes the step as in this capture.
         missing: paths of submodules that were left out here and called in other captures.
     """
 
@@ -49,9 +49,9 @@ class CapturedRun(NamedTuple):
         outside = [path for path in sorted(free) if not any(path.startswith(f"{unit}.") for unit in units)]
         if outside:
             raise PartitionError(
-                f"{self.graph.step} leaves out submodules by chance, and as often as it was followed, it never called "
-                f"all of them at once, as is needed to divide it: {', '.join(outside)} did not run when most did; make "
-                "it less likely that they are left out, keep them in one unit with split_points, or train on one stage"
+                f"{self.graph.step} leaves out submodules by chance, and no capture of it called all of them, as is "
+                f"needed to divide it: {', '.join(outside)} did not run when most did; make it less likely that they "
+                "are left out, keep them in one unit with split_points, or train on one stage"
             )
 
 
@@ -60,14 +60,14 @@ def fullest(
 ) -> CapturedRun:
     """Capture a step repeatedly, and return the capture in which chance left out the fewest submodules.
 
-    The stages are those of one capture. A micro-batch may leave out other calls.
+    The stages are planned from this one capture. A later micro-batch may leave out other calls.
 
     Args:
         graph: call graph of the step as it ran first.
         run: executes the step.
         module: module whose submodules are called.
         device: device on which it computes.
-        follow: capture the call graph of such a function.
+        follow: captures the call graph of such a function.
     """
     ways, begin = [(graph, run)], time.perf_counter()
     if not left_out(graph, module):
@@ -81,14 +81,15 @@ def fullest(
         found = CapturedRun(*best, left_out(best[0], module) - always)
         if len(ways) >= _FEWEST and (not found.missing or time.perf_counter() - begin > _LONGEST_S):
             break
-    _log.debug("%s was followed on %d ways", graph.step, len(ways))
+    _log.debug("%s was captured %d times, since it leaves out submodules by chance", graph.step, len(ways))
     return found
 
 
 def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     """Return the submodules that chance may have left out.
 
-    They were not called, a neighbour of the same type was, and the code of a module around them draws random numbers.
+    These were not called, while a sibling of the same type was, and the code of a module around them draws random
+    numbers.
     """
     drawing = graph.drawing | graph.host_drawing
     if "" not in drawing and all(not any(True for _ in module.get_submodule(path).children()) for path in drawing):
@@ -100,7 +101,7 @@ def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
 
 
 def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
-    """Return the paths of modules that drew from torch's generators, or may have drawn had chance not left them out."""
+    """Return the paths of modules that drew from torch's generators, or may draw when they are not left out."""
     if not left_out(graph, module):
         return graph.drawing
     return graph.drawing | graph.host_drawing | graph.uncalled

@@ -8,8 +8,8 @@ None      as it is                                                    n times th
 "int8"    multiples of its largest magnitude / 127                    n + 4
 ========  ==========================================================  ==================
 
-Only values that require a gradient, and these gradients, travel in a format. So indices, masks, tables and what frozen
-layers give stay exact, and so do tensors of fewer than two dimensions: losses, norms, counts.
+Only values that require a gradient, and their gradients, are compressed. So indices, masks, tables and the results of
+frozen layers stay exact, and so do tensors of fewer than two dimensions: losses, norms, counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALE_BYTES = 4
 
 
 def is_compressed(shape: Sequence[int], dtype: str, wire: Format | None) -> bool:
-    """Return whether a tensor that requires a gradient, or is one, travels in a format: if that makes it smaller.
+    """Return whether a tensor that requires a gradient, or is one, is compressed: only if that makes it smaller.
 
     Args:
         shape: shape of the tensor.
@@ -43,7 +43,7 @@ def is_compressed(shape: Sequence[int], dtype: str, wire: Format | None) -> bool
 
 
 def wire_bytes(value: Value, wire: Format | None) -> int:
-    """Return the bytes of a value of the captured micro-batch as it travels; its gradient has as many."""
+    """Return the bytes that a value of the captured micro-batch takes on the link; its gradient takes as many."""
     if wire is None or not value.requires_grad or not is_compressed(value.shape, value.dtype, wire):
         return value.nbytes
     return compressed_bytes(value.shape, wire)
@@ -55,15 +55,15 @@ def compressed_bytes(shape: Sequence[int], wire: Format) -> int:
 
 
 def least_that_hides(values: Iterable[Value], per_byte: float, behind: float) -> Format | None:
-    """Return the mildest format in which values take their link no longer than what hides them, or else the smallest.
+    """Return the most precise format in which the transfer is hidden by computation, or else the smallest format.
 
-    A link carries the values of one micro-batch for each forward and backward of the slowest stage. What takes less
-    time than these costs nothing, so that compressing it gains nothing.
+    A link carries the values of one micro-batch while the slowest stage runs one forward and one backward. A transfer
+    that takes less time than these costs nothing, so compressing it further gains nothing.
 
     Args:
         values: values of one micro-batch.
         per_byte: seconds for which a byte occupies the link.
-        behind: seconds of a forward and a backward of the slowest stage.
+        behind: seconds of a forward and a backward of the slowest stage, which hide the transfer.
     """
     values = tuple(values)
     formats: tuple[Format | None, ...] = (None, *FORMATS)

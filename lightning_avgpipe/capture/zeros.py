@@ -1,4 +1,4 @@
-"""Follow a step without its arithmetic: what it computes is zero, and takes neither time nor memory."""
+"""Follow a step without its arithmetic: large results are zeros, which take neither time nor memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.tensors import is_strided
 from lightning_avgpipe.utils.torch_compat import is_mutable
 
-_LARGE_BYTES = 1024**2  # what is smaller has its own numbers: it may decide what the step does
+_LARGE_BYTES = 1024**2  # smaller results are computed, since they may decide what the step does
 
 
 def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return zeros of the shape, dtype and strides of a tensor.
 
-    On a host they take no memory until somebody writes into them; ``torch.zeros`` does so at once.
+    On a host they take no memory until they are written to, unlike those of ``torch.zeros``.
     """
     if not port_of(device).is_host or not tensor.numel():
         return torch.zeros_like(tensor, device=device, requires_grad=False)
@@ -32,7 +32,7 @@ def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
 class LargeResultsAreZero(TorchDispatchMode):
     """A context in which operations with large results are not executed; their results are zeros.
 
-    Views, operations that change tensors, and those whose results have a length that depends on numbers, are executed.
+    Views, in-place operations, and operations whose results have a length that depends on numbers, are still executed.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
