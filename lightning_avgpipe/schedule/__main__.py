@@ -18,7 +18,7 @@ _COLUMNS = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the grid of a schedule, simulate it, draw it if asked to, and return the exit code."""
+    """Print the grid of a schedule, simulate it, draw it if the options ask for it, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         devices = devices_of(options.schedule, options.stages, options.devices)
@@ -75,18 +75,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("schedule", choices=(*RECIPES, "forward"), help="advance_forward with --advance 0 is 1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="K", help="number of stages (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="per iteration (default: 8)")
-    parser.add_argument("--advance", type=int, default=0, metavar="H", help="of advance_forward (default: 0)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="number per iteration (default: 8)")
+    parser.add_argument("--advance", type=int, default=0, metavar="H", help="for advance_forward (default: 0)")
     parser.add_argument(
-        "--devices", type=int, metavar="D", help="of interleaved and bfs, with K/D stages each (default: K/2)"
+        "--devices", type=int, metavar="D", help="for interleaved and bfs, with K/D stages on each (default: K/2)"
     )
-    parser.add_argument("--text", action="store_true", help="draw it with letters as well")
-    parser.add_argument("--pipelines", type=int, default=1, metavar="N", help="parallel ones (default: 1)")
+    parser.add_argument("--text", action="store_true", help="also draw it with letters")
+    parser.add_argument("--pipelines", type=int, default=1, metavar="N", help="number in parallel (default: 1)")
     parser.add_argument(
-        "--iterations", type=int, default=1, metavar="T", help="that follow one another without a drain (default: 1)"
+        "--iterations", type=int, default=1, metavar="T", help="number without a drain between them (default: 1)"
     )
     parser.add_argument(
-        "--policy", choices=POLICIES, help="of weights: one pipeline goes on while its stages update them"
+        "--policy", choices=POLICIES, help="weight policy of one pipeline, which goes on while its stages are updated"
     )
     for name, default, what in (
         ("forward", 1.0, "a forward"),

@@ -31,8 +31,8 @@ class Action(NamedTuple):
 class Schedule:
     """The order of the actions of each stage: ``schedule[k]`` is the row of stage k.
 
-    A schedule holds the order only: times follow from the costs. It does not say which weights an action uses or which
-    stage receives a value, so that schedules with several weight versions need no other kind of row.
+    A schedule holds only the order; times follow from costs. It does not say which weights an action uses, or which
+    stage receives a value, so schedules with several weight versions have the same kind of rows.
 
     Attributes:
         name: name of the recipe or function that built the schedule.
@@ -42,7 +42,7 @@ class Schedule:
         warm_up: warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
         turns: for each process that hosts several stages and prescribes their order: the stage of each of its actions,
             one after another. Empty: the most urgent action goes first, see :func:`~.rules.urgency`.
-        segments: number of segments in which a message is relayed past a stage, see :attr:`Kind.relayed`.
+        segments: number of segments in which a stage relays a message to the next one, see :attr:`Kind.relayed`.
     Raises:
         ScheduleError: the number of rows or warm-ups is not the number of stages, or ``turns`` does not fit the rows.
     """
@@ -91,7 +91,7 @@ class Schedule:
 
     @cached_property
     def relays(self) -> frozenset[int]:
-        """The stages whose messages are also relayed to the stage behind them."""
+        """The stages that relay the messages which they receive to the next stage."""
         return frozenset(k for k, row in enumerate(self.rows) if any(action.kind.relayed for action in row))
 
     @property

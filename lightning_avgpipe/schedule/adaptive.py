@@ -8,8 +8,8 @@
           or nowhere to go        v  |
                               keep and watch
 
-The controller is given times and returns the advance of the next iteration. It measures nothing itself, so the same
-times give the same decisions on every rank.
+The controller takes times and returns the advance of the next iteration. It measures nothing itself, so the same times
+give the same decisions on every rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from lightning_avgpipe.errors import ScheduleError
 
 DROPPED, WINDOW = 2, 8  # iterations after a change that are ignored, and iterations that are measured then
-LONGEST = 8 * WINDOW  # largest number of measured iterations, where noise would hide a gain
-LEAST_GAIN = 0.01  # share of the time with the advance before
-DRIFT = 0.10  # share of the time with the advance that was chosen
+LONGEST = 8 * WINDOW  # largest number of measured iterations, if noise would hide a gain
+LEAST_GAIN = 0.01  # as a share of the time with the advance before
+DRIFT = 0.10  # as a share of the time with the chosen advance, when it was chosen
 # Standard errors that a difference must exceed; with 8 times, chance alone exceeds them about once in twenty.
 _SIGNIFICANT = 2.0
 _SIGMA_OF_MAD = 1.4826  # standard deviation over median absolute deviation, for normal noise
@@ -42,7 +42,7 @@ class IterationShape:
         num_microbatches: M, number of micro-batches of an iteration.
         num_pipelines: N, number of parallel pipelines.
         num_stages: K, number of stages.
-        length_bucket: bucket of the length of the sequences in the batch; 0 where lengths do not vary.
+        length_bucket: bucket of the length of the sequences in the batch; 0 if lengths do not vary.
     """
 
     num_microbatches: int
@@ -110,9 +110,9 @@ class AdaptiveAdvance:
     """A controller that chooses the advance h of advance forward propagation while training runs.
 
     It raises h by whole steps: one more forward in flight on *every* hop. A single extra forward on the first stage
-    alone changes hardly anything, so that a search by such steps would stop too early. It never tries an advance below
-    the first one. As times may rise and fall again with h (where a transfer is longer than an action, or stages are
-    uneven), it finds a local optimum, which is not always the best of all.
+    alone changes hardly anything, so a search by such steps would stop too early. It never tries an advance below the
+    first one. As times may rise and fall again with h (if a transfer is longer than an action, or stages are uneven),
+    it finds a local optimum, which may not be the global one.
 
     Args:
         start: first advance, as the profile suggests. It is lowered until it fits the memory.

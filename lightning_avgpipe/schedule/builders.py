@@ -136,7 +136,7 @@ def forward_only(schedule: Schedule, stages: int) -> Schedule:
 
     Args:
         schedule: schedule of training.
-        stages: number of stages that run forwards only, fewer than K.
+        stages: number of leading stages that run forwards only, less than K.
     """
     if not stages:
         return schedule
@@ -205,7 +205,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Sch
 def breadth_first(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """Build looped breadth-first: AFAB stage by stage, so that a stage's weights can be fetched and sent once.
 
-    It is idle as little as interleaved 1F1B, but stashes all micro-batches.
+    It is as little idle as interleaved 1F1B, but stashes all micro-batches.
 
     Source: Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953.
     """

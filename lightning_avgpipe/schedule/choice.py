@@ -14,7 +14,7 @@ from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
 
 SAFEST = "1f1b"  # needs the least memory
-_LEAST_GAIN = 0.01  # share of the time of a simpler schedule
+_LEAST_GAIN = 0.01  # by which a schedule must be faster than a simpler one, as a share of its time
 _ROUNDING = 1e-12  # relative: times that differ by less differ only in the order of their additions
 
 
@@ -26,13 +26,13 @@ def fastest(
     splits: bool = True,
     there_and_back: bool = False,
 ) -> Schedule:
-    """Simulate the schedules that can run, and return the fastest; among nearly equal ones the simplest.
+    """Simulate the schedules that can run, and return the fastest one, or the simplest of nearly equal ones.
 
     Args:
         costs: seconds per action and message.
         num_microbatches: M, number of micro-batches of an iteration.
         devices: device of each stage, shape ``(K,)``.
-        fits: returns whether a schedule fits the memory. 1F1B is taken if none does.
+        fits: returns whether a schedule fits the memory. If none does, 1F1B is taken.
         splits: whether stages can split their backwards.
         there_and_back: whether stages may also be placed as a V; otherwise the schedule runs on ``devices``.
     """
@@ -71,8 +71,8 @@ def uneven_steps(costs: StageCosts) -> tuple[int, ...]:
     """Return by how many forwards each stage should be ahead of the next, for stages of unequal cost.
 
     ``w_k - w_{k+1} = max(1, ceil((f_k + b_k + f_{k+1} + b_{k+1} + tau_f + tau_b) / P - 1))`` with P the largest of all
-    stages' f + b and all transfers, and tau a hop's transfer plus latency: so many micro-batches pass while one makes
-    the round over the hop.
+    stages' f + b and all transfers, and tau a hop's transfer plus latency. This is the number of micro-batches that
+    pass while one goes over the hop and back.
 
     Args:
         costs: seconds per action and message.
@@ -91,10 +91,10 @@ def uneven_steps(costs: StageCosts) -> tuple[int, ...]:
 
 
 def stepped_warm_up(steps: Sequence[int], num_microbatches: int, advance: int) -> tuple[int, ...]:
-    """Return the warm-up of advance h where hops need unequal steps.
+    """Return the warm-up of advance h if hops need unequal steps.
 
-    The largest step between neighbours is 1+h. From h = 0, which is 1F1B, the step of each hop grows with h until it is
-    that of ``steps``. When all hops have reached theirs, all grow further::
+    The largest step between neighbours is 1+h. From h = 0, which is 1F1B, the step of each hop grows with h up to its
+    entry in ``steps``. When all hops have reached these, all steps grow further::
 
         steps = (1, 3)     h = 0: (1, 1)   h = 1: (1, 2)   h = 2: (1, 3)   h = 3: (2, 4)
 
@@ -116,9 +116,9 @@ def stepped_warm_up(steps: Sequence[int], num_microbatches: int, advance: int) -
 
 
 def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts) -> int:
-    """Return the advance to begin with: the smallest of the fastest by simulation, up to the largest of ``steps``.
+    """Return the advance to begin with: the fastest by simulation, or the smallest of equally fast ones.
 
-    Advance 0, which is 1F1B, is among the candidates, because more forwards ahead can be slower.
+    The candidates are 0, which is 1F1B, to ``max(steps) - 1``, because more forwards ahead can be slower.
 
     Args:
         steps: step of each hop, as ``uneven_steps(costs)``.

@@ -35,7 +35,7 @@ class CostModel(Protocol):
 
         Args:
             direction: direction of the message.
-            hop: number of the stage in front of the hop.
+            hop: number of the stage before the hop.
             sender: replica that sends the message.
             receiver: replica that receives it.
         """
@@ -52,8 +52,8 @@ class StageCosts:
         send_forward_s: seconds for which activations occupy the link of each hop, shape ``(K-1,)``.
         send_backward_s: seconds for which gradients occupy the link of each hop, shape ``(K-1,)``.
         latency_s: latency of each hop in seconds, in either direction, shape ``(K-1,)``.
-        of_kinds: name of a further kind of action -> its seconds on each stage, shape ``(K,)``; for a kind that is
-            missing they follow from the others, see :attr:`Kind.seconds`.
+        of_kinds: name of a further kind of action -> its seconds on each stage, shape ``(K,)``. The seconds of a kind
+            that is missing follow from the other costs, see :attr:`Kind.seconds`.
     Raises:
         ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
     """
@@ -97,8 +97,8 @@ class StageCosts:
     def measured(cls, timeline: Timeline) -> StageCosts:
         """Make costs from the medians of a timeline; 0 for what does not occur, such as messages within a device.
 
-        Without backwards in the timeline, a backward takes as long as all kinds that take its place. Where a stage runs
-        no forwards, a forward takes what a kind that counts as one takes besides the work of other stages.
+        If the timeline has no backwards, a backward takes the sum of the kinds that replace it. If a stage runs no
+        forwards, a forward takes the time of the kind that replaces it, minus the work of other stages in that.
         """
         stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
 

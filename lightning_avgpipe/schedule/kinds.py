@@ -1,4 +1,4 @@
-"""The kinds of actions as data: what each waits for, sends, stashes and costs.
+"""The kinds of actions as data: what each kind waits for, sends, stashes and costs.
 
 ::
 
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from lightning_avgpipe.schedule.costs import StageCosts
 
-# Placement of several stages on each process: stage k on the process after that of k - 1, or there and back as a V.
+# Placement of several stages on each process: stage k on the process after that of stage k - 1, in a loop; or there and
+# back, in the shape of a V.
 Placement = Literal["loop", "v"]
 Direction = Literal["forward", "backward"]  # of a message: to the stage after, or to the one before
 
@@ -35,11 +36,11 @@ class Kind:
         consumes: direction of the message that an action waits for; None: it waits for none.
         produces: direction of the message that an action sends; None: it sends none.
         after: kinds that the stage must have run on the micro-batch before.
-        stash: change of the number of stashed micro-batches: 1 from the begin of the action on, -1 from its end on.
+        stash: change of the number of stashed micro-batches: 1 when the action starts, or -1 when it ends.
         priority: of the actions that may run, the one with the lowest priority value goes first.
         colour: colour in pictures.
-        counts_as: kind as which an action counts for kinds that wait for it; None: its own kind.
-        relayed: whether the message that an action waits for is also passed on to the stage behind.
+        counts_as: kind that an action of this kind counts as, for kinds that have it in ``after``; None: its own kind.
+        relayed: whether the message that an action waits for is also passed on to the next stage.
     """
 
     symbol: str
@@ -68,12 +69,12 @@ BACKWARD = Kind(
 
 KINDS: list[Kind] = [FORWARD, BACKWARD]
 
-# The actions of a micro-batch on one stage, in their order; the first entry is that of an iteration without training.
+# The possible sequences of actions of a micro-batch on one stage; the first is for iterations without training.
 ACTION_SEQUENCES: list[tuple[Kind, ...]] = [(FORWARD,), (FORWARD, BACKWARD)]
 
 
 def register(*sequences: tuple[Kind, ...]) -> None:
-    """Register further ways in which a stage may treat a micro-batch in training, with the kinds in them."""
+    """Register further sequences of kinds that a stage may run on a micro-batch in training, and the kinds in them."""
     ACTION_SEQUENCES.extend(sequences)
     KINDS.extend(dict.fromkeys(kind for sequence in sequences for kind in sequence if kind not in KINDS))
 

@@ -43,7 +43,7 @@ _OF_DEVICES = ("wait", "step", "averaging")
 
 
 def colours() -> dict[str, str]:
-    """Return the colours of pictures, by the names of kinds of actions and of what else is drawn."""
+    """Return the colours of everything that is drawn, by the names of kinds of actions, ``"transfer"`` and so on."""
     return {kind.name: kind.colour for kind in KINDS} | _COLOURS
 
 

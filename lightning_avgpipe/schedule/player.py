@@ -1,18 +1,18 @@
 """The player of schedules: runs rows of actions against costs, on simulated devices and links.
 
 The model: a stage of a pipeline does one action at a time, in the order of its row. Each hop has two links, one per
-direction, that do not disturb each other. A message queues at its link, behind those of all pipelines, when its action
-ends, occupies the link for its transfer time, and arrives after the latency. Sending takes no time of the stage. A
-device decides what to run after all events of the same instant.
+direction, that do not disturb each other. When an action ends, its message queues at the link, behind earlier messages
+of all pipelines. It occupies the link for its transfer time, and arrives after the latency. Sending does not occupy the
+stage. A device decides what to run after all events of the same instant.
 
 A lane is one stage of one pipeline, or one of its replicas, which take micro-batches in turns. A device that serves
 several lanes runs them in turns or side by side. In turns, the order is that of the executor: backwards first, then the
 lowest micro-batch, then the lowest pipeline. Side by side, all lanes are slowed down by the sum of their utilisations
 while this sum is above 1.
 
-Where iterations roll, a lane goes on as soon as its own weights are updated, which takes no time of the device. The
-updates on a stage come one after the other, in the order (iteration, pipeline), so that a lane may wait for earlier
-updates of other lanes::
+If iterations roll, a lane goes on as soon as its own weights are updated. Updates do not occupy the device, but those
+on a stage come one after the other, in the order (iteration, pipeline), so that a lane may wait for earlier updates of
+other lanes::
 
     one by one   pipeline 0 |F F B B . . .|F F B B . . .|         rolling   |F F B B . . F F B B . . F F B B
                  pipeline 1 |. . F F B B .|. . F F B B .|                   |. . F F B B . . F F B B . . F F
@@ -80,7 +80,7 @@ class PlayedLink:
         latency_s: seconds from then until the message arrives.
 
     Attributes:
-        begins: when messages began to occupy the link, with their pipelines and micro-batches.
+        begins: for each message the time when it began to occupy the link, its pipeline and its micro-batch.
     """
 
     __slots__ = ("_free", "begins", "latency_s", "occupied_s")
@@ -94,7 +94,7 @@ class PlayedLink:
         """Send a message, and return when it arrives.
 
         Args:
-            now: time from which on the message, or its first segment, can be sent.
+            now: time from which the message, or its first segment, can be sent.
             pipeline: number of its pipeline.
             micro_batch: number of its micro-batch.
             until: earliest time at which the last segment of a relayed message can have left the link.
@@ -114,8 +114,8 @@ class PlayedLane:
         pipeline: number of the pipeline.
         stage: number of the stage.
         replica: number of the replica.
-        device: device that serves the lane; None for a device with no other lane, whose actions begin as soon as their
-            input is there.
+        device: device that serves the lane; None if the device has no other lane, so that actions begin as soon as
+            their input is there.
         pieces: parts of an action of each kind; a single part unless lanes run side by side.
         turns: stages in the order in which they take turns on the device; None: the lane takes no turns.
 
@@ -126,8 +126,8 @@ class PlayedLane:
         updates: updates of the stage, one of which each iteration but the first waits for; None unless several
             pipelines roll.
         updated: number of iterations whose update has been made.
-        begin_s: begin of the action that runs.
-        spans: begins and ends of the finished actions.
+        begin_s: start time of the action that runs.
+        spans: start and end times of the finished actions.
     """
 
     __slots__ = (
@@ -157,7 +157,7 @@ class PlayedLane:
         self.spans: list[tuple[float, float]] = []
         self._arrivals: dict[tuple[Direction, int], float] = {}
         self.row, self._end, done = row, len(row), set()
-        for at, (kind, i) in enumerate(row):  # an action that comes before its stage's action that it needs never runs
+        for at, (kind, i) in enumerate(row):  # an action whose prerequisite on this stage comes later never runs
             if any((needed, i) not in done for needed in kind.after):
                 self._end = at
                 break
@@ -208,7 +208,7 @@ class PlayedUpdates:
         self._made, self._running = 0, False
 
     def begin(self) -> bool:
-        """Begin the next update if its lane has ended the iteration and no other update runs; return whether."""
+        """Begin the next update if its lane has ended the iteration and no other update runs; return whether it did."""
         t, n = divmod(self._made, len(self._lanes))
         lane = self._lanes[n]
         begins = not self._running and len(lane.spans) >= (t + 1) * lane.length
@@ -272,8 +272,8 @@ class InTurns:
 class SideBySide:
     """A device that runs all its lanes at once. Turns of schedules are ignored.
 
-    As all lanes are slowed down alike, the device has its own clock, which runs at their speed: the time on this clock
-    at which a part of an action ends does not change when other lanes begin or end.
+    As all lanes are slowed down by the same factor, the device has its own clock, which runs at their speed: the time
+    on this clock at which a part of an action ends does not change when other lanes begin or end.
     """
 
     __slots__ = ("_added", "_clock", "_demand", "_running", "_slowness", "_updated", "version")
@@ -320,7 +320,7 @@ class SideBySide:
             self._demand += utilisation
         self._added.clear()
         self._slowness = max(1.0, self._demand)
-        self.version += 1  # an end that was announced before is not valid any more
+        self.version += 1  # the end that was returned before is no longer valid
         return now + max(0.0, self._running[0][0] - self._clock) * self._slowness if self._running else None
 
     def _move(self, now: float) -> None:
@@ -340,7 +340,7 @@ class Player:
         lanes: lanes of pipeline 0, then of pipeline 1, and so on, by stage and replica.
         links: links by direction, hop, and the replicas of the sender and the receiver.
         now: time so far, in seconds.
-        sizes: number of micro-batches of an iteration of each pipeline; those of later iterations are numbered on.
+        sizes: number of micro-batches of an iteration of each pipeline; later iterations continue the numbering.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class Player:
             self._wake(lane)
 
     def _update(self, updates: PlayedUpdates) -> None:
-        """Begin the next update of a stage, if it can begin; ones that take no time end at once."""
+        """Begin the next update of a stage, if it can begin; updates that take no time end at once."""
         while updates.begin():
             if updates.seconds:
                 self._push(self.now + updates.seconds, updates, 0)

@@ -19,7 +19,7 @@ from lightning_avgpipe.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """A weight policy; the one that drains, unless it is a subclass.
+    """A weight policy. This base class is the one that drains.
 
     Attributes:
         name: name of the policy.
@@ -48,14 +48,14 @@ class WeightPolicy:
             costs: seconds per action and message.
             num_microbatches: M, number of micro-batches of an update.
             iterations: number of updates from one drain to the next.
-            repeats: whether forwards that the policy repeats take further time; else backwards include it.
+            repeats: whether to add the time of forwards that the policy repeats; otherwise the backwards include it.
         Raises:
             ScheduleError: ``iterations`` is below 1, or the policy needs more micro-batches.
         """
         return simulate(build("1f1b", costs.num_stages, num_microbatches), costs, iterations=iterations)
 
     def store(self, module: Any, optimizers: Callable[[], Sequence[Any]]) -> Any:
-        """Return the versions of the weights of a module; None: there is one.
+        """Return the store of the weight versions of a module; None if there is only one version.
 
         Args:
             module: whole module.
@@ -64,12 +64,12 @@ class WeightPolicy:
         return None
 
     def order(self, loop: Any) -> Any:
-        """Return the order in which the iterations of a training loop run; None: that of pipelines that drain."""
+        """Return the order in which the iterations of a training loop run; None: the order with drains."""
         return None
 
 
 POLICIES: dict[str, WeightPolicy] = {"flush": WeightPolicy()}
 
-# Classes of option values that stand for a policy, which is their attribute ``policy``; each with an example as code.
+# Classes of option values that have a policy as their attribute ``policy`` -> an example of such a value, as code.
 GIVEN: dict[type, str] = {}
 ABOUT: list[str] = []  # sentences for the documentation of the option ``weight_policy``

@@ -23,10 +23,10 @@ class Recipe:
     Attributes:
         build: function of K, M, D processes and an advance that returns the schedule.
         needs: stages on each process: any number, several in a loop, or two in the shape of a V.
-        rank: place among the schedules that the automatic choice compares, the simplest first; None: it is not one.
+        rank: place among the schedules that the automatic choice compares, the simplest first; None: not compared.
         splits: whether it splits backwards, for which stages must keep their graphs.
         gain: function of costs, M, the devices of stages and the seconds of copies of weights that returns how many
-            times as fast as 1F1B the schedule is; None: it is taken as asked for.
+            times as fast as 1F1B the schedule is, so that 1F1B can replace a slower one; None: it is never replaced.
         about: sentence for the documentation of the option ``schedule``.
     """
 
@@ -62,13 +62,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:
-    """Return for how many processes a schedule is built.
+    """Return the number of processes for which a schedule is built.
 
     Args:
         name: name of the schedule.
         num_stages: K, number of stages.
-        hosts: number of processes that host the stages; None: as many as suit the schedule best. A single process runs
-            the actions of several in turns.
+        hosts: number of processes that host the stages; None: the number that suits the schedule best. A single process
+            may run the actions of several in turns.
     Raises:
         ScheduleError: the schedule cannot place so many stages on so many processes.
     """

@@ -1,4 +1,4 @@
-"""Rules that follow from the kinds: which action goes first, what a stage may run, and how much a row stashes."""
+"""Rules that follow from the kinds of actions: which goes first, what a stage may run, and how much a row stashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKS: list[Callable[[Schedule], None]] = []  # of further kinds: raise Schedul
 
 
 def in_words(kind: Kind) -> str:
-    """Return what an action waits for in words, such as ``"B waits for its own F and for the stage after"``."""
+    """Return in words what an action waits for, such as ``"B waits for its own F and for the stage after"``."""
     words = [f"for its own {own}" for own in kind.after]
     if kind.consumes is not None:
         words.append(f"for the stage {'before' if kind.consumes == 'forward' else 'after'}")
@@ -29,12 +29,12 @@ def urgency(action: Action) -> tuple[int, int]:
 
 
 def sequences(training: bool) -> Sequence[tuple[Kind, ...]]:
-    """Return the sequences of kinds with which a stage may treat a micro-batch."""
+    """Return the sequences of kinds that a stage may run on a micro-batch."""
     return ACTION_SEQUENCES[1:] if training else ACTION_SEQUENCES[:1]
 
 
 def sequence(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
-    """Return the sequence of kinds that shares most kinds with those found for a micro-batch on a stage."""
+    """Return the sequence of kinds that has most in common with the kinds found for a micro-batch on a stage."""
     return max(sequences(training), key=lambda kinds: sum(kind in kinds for kind in found))
 
 
@@ -44,7 +44,7 @@ def trains(row: Iterable[Action]) -> bool:
 
 
 def num_forward_only(schedule: Schedule) -> int:
-    """Return how many stages, from the first, run forwards only while others train; 0 if nothing is trained."""
+    """Return how many leading stages run forwards only while others train; 0 if nothing is trained."""
     training = [trains(row) for row in schedule.rows]
     return training.index(True) if any(training) else 0
 

@@ -1,7 +1,7 @@
 """The simulator of schedules: when each action of each pipeline runs, and how long an iteration takes.
 
-It plays the schedules, see :mod:`~lightning_avgpipe.schedule.player`. A stage stashes a micro-batch from the begin of
-its forward until the last part of its backward ends; without a backward it stashes nothing.
+It plays the schedules, see :mod:`~lightning_avgpipe.schedule.player`. A stage stashes a micro-batch from the start of
+its forward to the end of the last part of its backward; without a backward it stashes nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def simulate(
         iterations: number of iterations that follow one another without a drain.
         replicas: devices that take the micro-batches of each stage in turns, shape ``(K, any)``; default: only the
             device in ``devices``. Each pair of replicas of neighbouring stages has links of its own.
-        updates_s: seconds that a pipeline waits on each stage, shape ``(K,)``, before its next iteration, if several
-            pipelines follow one another without a drain; default: none.
+        updates_s: seconds that an update takes on each stage, shape ``(K,)``, for which a pipeline waits before its
+            next iteration if several pipelines go on without a drain; default: none.
     Returns:
         The timeline of all iterations.
     Raises:
@@ -95,7 +95,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Check that every stage treats each of its micro-batches completely and once."""
+    """Check that every stage runs all actions of each of its micro-batches, once each."""
     training = any(map(trains, schedule.rows))
     first = num_forward_only(schedule)
     numbers = range(schedule.num_microbatches)
@@ -105,7 +105,7 @@ def _check_complete(schedule: Schedule) -> None:
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:
             continue
-        # a stage may treat some micro-batches with whole backwards and others with split ones
+        # a stage may run whole backwards for some micro-batches and split ones for others
         wanted = {Action(kind, i) for i in numbers for kind in sequence([k for k in KINDS if (k, i) in count], both)}
         wrong = {
             "misses": wanted - count.keys(),

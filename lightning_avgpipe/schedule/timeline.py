@@ -48,8 +48,8 @@ class Activity:
     Attributes:
         device: device, as in ``Timeline.replicas``.
         kind: ``"wait"``, ``"step"`` or ``"averaging"``.
-        begin_s: begin in seconds.
-        end_s: end in seconds.
+        begin_s: start time in seconds.
+        end_s: end time in seconds.
         note: what a wait waits for.
     """
 
@@ -66,7 +66,7 @@ class Timeline:
 
     Attributes:
         num_stages: K, number of stages.
-        spans: all actions, in the order of their ends per stage.
+        spans: all actions; those of one stage are in the order of their ends.
         transfers: all messages between devices.
         peak_stash: largest number of stashed micro-batches, of all pipelines together, shape ``(K,)``.
         replicas: devices that take the micro-batches of each stage in turns, shape ``(K, any)``.
@@ -96,12 +96,12 @@ class Timeline:
 
     @cached_property
     def begin_s(self) -> float:
-        """The begin of the first action, in seconds; 0 in a simulation."""
+        """The start time of the first action, in seconds; 0 in a simulation."""
         return min((span.begin_s for span in self.spans), default=0.0)
 
     @cached_property
     def iteration_s(self) -> float:
-        """The seconds from the begin of the first action to the end of the last one, over all iterations."""
+        """The seconds from the start of the first action to the end of the last one, over all iterations."""
         return max((span.end_s for span in self.spans), default=0.0) - self.begin_s
 
     @cached_property
@@ -111,7 +111,7 @@ class Timeline:
 
     @cached_property
     def _steady(self) -> tuple[float, float, int]:
-        """The begin and end of the iterations in the middle, or of the only one, and the number of these iterations."""
+        """The start and end of the iterations in the middle, or of the only one, and the number of these iterations."""
         last_ends: dict[int, float] = {}
         for span in self.spans:
             last_ends[span.iteration] = max(span.end_s, last_ends.get(span.iteration, 0.0))

@@ -1,4 +1,4 @@
-"""Costs of stages on devices of their own, some of which share a stage and take its micro-batches in turns.
+"""Costs of stages with replicas, each on a device of its own, that take the micro-batches of their stage in turns.
 
 ::
 
@@ -24,7 +24,7 @@ _ADVANCES = (0, 1, 2)  # the adaptive advance would find the fastest of these
 
 
 def candidates(name: str, num_stages: int, num_microbatches: int) -> list[Schedule]:
-    """Return the schedules of a name between which an advance that adapts chooses, or the only one of this name."""
+    """Return the schedules of this name: several advances of advance forward propagation, otherwise only one."""
     advances = _ADVANCES if name == "advance_forward" else (0,)
     return [build(name, num_stages, num_microbatches, advance) for advance in advances]
 
@@ -41,8 +41,8 @@ class SharedStages:
         bytes_backward: bytes of the gradients of each hop, shape ``(S-1,)``.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``. Links of different pairs do not disturb
             each other.
-        slowness: time of each device in units of one that is not slow, shape ``(V,)``; empty: none is slow.
-        latency_s: seconds that each message takes besides, in which its link may carry others.
+        slowness: time of each device relative to one that is not slow, shape ``(V,)``; empty: none is slow.
+        latency_s: further seconds until each message arrives, in which its link may carry others.
     """
 
     replicas: Sequence[int]
