@@ -1,4 +1,4 @@
-"""Pictures of a search: time per batch and memory over M and N, with the settings that do not fit and the choice.
+"""Pictures of a search: time per batch and memory by M and N, with marks for settings that do not fit and the choice.
 
 Drawing needs matplotlib, which is imported only when something is drawn.
 """

@@ -33,18 +33,18 @@ class Prediction:
 class Predictor:
     """Predicts settings from a profile by simulating every action and message of an iteration.
 
-    Of rolling iterations several are simulated, and those in the middle count. A pipeline waits for its own update, and
-    others run meanwhile. An iteration takes no less than all work and all updates of the busiest device or link.
+    If pipelines roll, several iterations are simulated, and those in the middle count. A pipeline waits for its own
+    update while others run. An iteration takes at least as long as all work and updates of the busiest device or link.
 
     The simulation uses the median times of actions, but real times vary. A stage waits for each action that is late,
-    and the more micro-batches there are, the more often it waits. So times are multiplied by a ratio, at least 1, of
-    measured and simulated times::
+    and the more micro-batches there are, the more often it waits. So times are multiplied by the ratio of measured to
+    simulated time, which is at least 1::
 
         stage 0 | F0 F1  .  F2 B0 .. |    simulated 1.00 s, took 1.09 s: all times of this M are multiplied by 1.09
 
     The ratios come from the profile's trials of one pipeline. Between the numbers of micro-batches of trials, the ratio
     is linear in the logarithm of M. Optimizer steps and averaging are not multiplied. Other pipelines fill some of the
-    waits, and an advance shortens them, by unknown amounts. So the ratio is the same for every N and advance.
+    waits, and an advance shortens them, by unknown amounts; so the same ratio is used for every N and advance.
 
     Args:
         profile: measurements at one setting.
@@ -70,9 +70,10 @@ class Predictor:
         return self._prediction(setting, self._updated_s(setting, seconds))
 
     def bound(self, setting: Setting) -> Prediction:
-        """Return quickly either the prediction of a setting or, with ``at_least``, lower bounds of its times.
+        """Return a quick lower bound of a setting's times, with ``at_least``; or its prediction if that is as quick.
 
-        The bounds are the work of devices and links, and one pipeline with a device for each stage.
+        The bound is the work of the busiest device or link, or one pipeline with a device for each stage if this takes
+        longer.
         """
         profile, stages = self._profile, tuple(range(self._profile.num_stages))
         apart = len(set(profile.devices)) == len(stages)
@@ -86,13 +87,13 @@ class Predictor:
         return self._prediction(setting, self._updated_s(setting, seconds), at_least=True)
 
     def _updated_s(self, setting: Setting, seconds: float) -> float:
-        """Return the seconds of an iteration with its updates, from those that are simulated."""
+        """Return the seconds of an iteration with its updates, given the simulated seconds."""
         if not setting.rolling:
             return seconds + update_s(self._profile, setting.num_pipelines)
         return max(seconds, self._busiest_s(setting))
 
     def _simulated_s(self, setting: Setting, devices: tuple[int, ...], alone: bool = False) -> float:
-        """Return the simulated seconds of an iteration: until the last action has ended; rolling, with its updates.
+        """Return the simulated seconds of an iteration, up to the end of its last action; if it rolls, with updates.
 
         Args:
             setting: setting with the sizes and the order of micro-batches.

@@ -186,7 +186,7 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class HopProfile:
-    """The measurements of one hop: bytes of the messages of one micro-batch, and the link, alike in both directions."""
+    """The measurements of one hop: bytes of the messages of one micro-batch, and the link, equal in both directions."""
 
     forward_bytes: float
     backward_bytes: float
@@ -208,9 +208,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one pipeline at M = ``num_microbatches``.
+    """The measurements of one pipeline with m = ``num_microbatches``.
 
-    M should be large, so that devices are not full: demand beyond a full device cannot be measured.
+    This number should be large, so that devices are not fully used: demand beyond full use cannot be measured.
 
     Attributes:
         num_microbatches: m, number of micro-batches of a batch at the profiled setting.
@@ -240,12 +240,12 @@ class Profile:
         return len(self.stages)
 
     def averages(self, num_pipelines: int) -> bool:
-        """Return whether so many pipelines are averaged, and so have a reference model."""
+        """Return whether this many pipelines are averaged, and therefore have a reference model."""
         return num_pipelines * self.groups > 1
 
 
 def to_json(value: Any) -> str:
-    """Return a dataclass of finite numbers, strings, tuples and such dataclasses as JSON; floats keep every bit."""
+    """Return a dataclass of finite numbers, strings, tuples and such dataclasses as JSON; floats stay exact."""
     return json.dumps({"format": _FORMAT, type(value).__name__: dataclasses.asdict(value)}, allow_nan=False)
 
 

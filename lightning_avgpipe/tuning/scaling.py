@@ -1,4 +1,4 @@
-"""Scaling of a profile: the times of actions and messages, and the memory, at another setting than the profiled one."""
+"""Scaling of a profile: times of actions and messages, and memory, at a setting other than the profiled one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Loads(StageCosts):
         return tuple(zip(curve.seconds, curve.utilisation, strict=True))
 
     def work_s(self, stage: int) -> float:
-        """Return the seconds of the device that a forward and a backward of a stage take from other lanes."""
+        """Return the seconds of a fully used device that a forward and a backward of a stage take."""
         return self.curves[FORWARD][stage].work_s + self.curves[BACKWARD][stage].work_s
 
     @property
@@ -39,7 +39,7 @@ class Loads(StageCosts):
 
 
 def loads_at(profile: Profile, num_microbatches: int) -> Loads:
-    """Scale a profile to a number of micro-batches m of a batch.
+    """Scale a profile, which was measured with m micro-batches of a batch, to M = ``num_microbatches`` of them.
 
     A micro-batch m/M times as large has m/M times the utilisation, and takes longer only where this exceeds 1. Its
     messages have m/M times the bytes.

@@ -19,15 +19,15 @@ from lightning_avgpipe.utils.names import table
 ADVANCES = (0, 1, 2, 4, 8)
 
 MEASURED_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
-"""The factors of samples until a goal by N: medians of nine trainings with ``outer_lr="auto"``, from
-``python benchmarks/statistical_efficiency.py``."""
+"""The samples that N pipelines need until a goal, relative to one, by N: medians of nine trainings with
+``outer_lr="auto"``, from ``python benchmarks/statistical_efficiency.py``."""
 
 ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
-"""The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
+"""Further factors for rolling pipelines by N: medians of six trainings of two seeds each, from
 ``python benchmarks/statistical_efficiency.py --without-barrier rolling``, see docs/parallel_pipelines.md."""
 
 SPLIT_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.03}
-"""The factors of samples until a goal by N, where rolling pipelines divide batches: medians of nine trainings, from
+"""As ``MEASURED_SAMPLES``, if rolling pipelines divide batches: medians of nine trainings, from
 ``python benchmarks/statistical_efficiency.py --without-barrier split``, see docs/parallel_pipelines.md."""
 
 SamplesFactor = float | Mapping[int, float] | None
@@ -71,8 +71,8 @@ class Result:
     Attributes:
         profile: profile from which everything is predicted.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        candidates: all settings that were considered. Those that cannot be the fastest with their number of pipelines
-            may have only a lower bound of the time.
+        candidates: all settings that were considered. For those that cannot be the fastest with their number of
+            pipelines, the time may be only a lower bound.
         choice: chosen candidate.
         reason: why it was chosen.
     """
@@ -141,7 +141,7 @@ def candidates(
         max_num_pipelines: largest N; N goes from 1 to this number.
         microbatch_candidates: all M; default: the divisors of the batch size, or the powers of two up to it if there
             are more of those.
-        advances: all h. Those that change nothing are left out, and only advance forward propagation uses them.
+        advances: all h. Those that change nothing are left out. Only advance forward propagation uses them.
         schedule: name of the schedule.
         rolling: whether several pipelines roll; ``"auto"``: both are considered.
         split: whether several pipelines divide each batch, into as many micro-batches as are considered for one.
@@ -193,9 +193,9 @@ def search(
 ) -> Result:
     """Choose the setting with the shortest predicted time per batch, times samples to a goal, among those that fit.
 
-    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. Lower bounds of the times
-    come first. Then, in the order of these bounds, only those settings are predicted that fit and may be the fastest
-    with their N.
+    Of equally fast settings the one whose fullest stage needs the least memory is taken. First, lower bounds of all
+    times are computed. Then, in the order of these bounds, only those settings are predicted that fit and may be the
+    fastest with their N.
 
     Args:
         profile: profile of one setting.
@@ -203,8 +203,7 @@ def search(
         memory_limit: bytes that no stage may exceed; None for no limit.
         samples_factor: factor of samples that N models need, see ``samples_at``.
     Raises:
-        TuningError: none fits. The message says how much memory is missing on which stage, and
-            what would help.
+        TuningError: none fits. The message says how much memory is missing on which stage, and what would help.
     """
     limit = math.inf if memory_limit is None else memory_limit
     found = _predicted(profile, settings, limit, samples_factor)
@@ -257,7 +256,7 @@ def _least(found: Sequence[Candidate]) -> str:
 
 
 def time_in_words(candidate: Candidate) -> str:
-    """Return the predicted seconds of a batch, for people; a lower bound says so."""
+    """Return the predicted time of a batch as text, marked if it is only a lower bound."""
     return "at least " * candidate.prediction.at_least + format_seconds(candidate.prediction.per_batch_s)
 
 

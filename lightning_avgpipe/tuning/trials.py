@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from lightning_avgpipe.schedule import Kind
 
-# A profile is taken with at most so many micro-batches, or so many per stage if that is more: beyond, the fixed cost of
-# an action would dominate.
+# A profile is taken with at most _ENOUGH micro-batches, or _PER_STAGE for each stage if that is more: with more, the
+# fixed cost of an action would dominate.
 _ENOUGH = 16
 _PER_STAGE = 8
 _ROUNDS = 2  # least number of rounds over all sizes
