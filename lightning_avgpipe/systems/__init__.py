@@ -5,8 +5,8 @@ of actions (``schedule/kinds.py``) and checks of schedules (``schedule/rules.py`
 (``schedule/recipes.py``), weight policies (``schedule/policies.py``), parts of stages (``engine/stage.py``) and of
 steps (``engine/pipeline.py``), sources of plans (``planning/planner.py``), and rules on options
 (``strategy/combinations.py``). Freezing is a callback and survival the value of an option (``strategy/system.py``).
-What a system needs of the strategy's options it imports only when it is used, because the options are made of what is
-registered.
+A system imports what it needs of the strategy's options only when it is used, because the options are built from what
+is registered.
 """
 
 import importlib

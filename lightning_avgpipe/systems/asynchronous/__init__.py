@@ -19,7 +19,7 @@ __all__ = ["PipeOptim"]
 
 
 def _without_drain(given: Options) -> None:
-    """Refuse options for which stages would have to step together, or which change the order that versions count by."""
+    """Refuse options that need stages to step together, or that change the order on which versions are based."""
     if given.policy.drains:
         return
     ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)

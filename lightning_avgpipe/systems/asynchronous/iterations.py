@@ -6,19 +6,19 @@
              stage 3 | F0 B0 F1 B1 u | F2 B2 F3 B3 u | ..
 
 In each process Lightning works on batch t. Within Lightning's optimization the stages of the process run until each
-has ended the backwards of t, and with them the forwards of later batches that 1F1B schedules by then. The hooks of a
-backward and of a step follow, and the optimizer's step. No process waits for the step of another. The consequences:
+has ended the backwards of t, together with the forwards of later batches that 1F1B schedules before that. The hooks of
+a backward and of a step follow, and the optimizer's step. No process waits for the step of another. The consequences:
 
-- Before batch t those later batches are read whose forwards the first stage runs early. Their transfer hooks run
-  then. All other hooks run in their usual order, and so does everything on the last stage, with losses and logs.
+- Before batch t, the later batches whose forwards the first stage runs early are read, and their transfer hooks run.
+  All other hooks run in their usual order, and so does everything on the last stage, with losses and logs.
 - Gradients are those of one batch, and no optimizer steps early: hooks find weights, gradients and optimizers as they
   are after batch t. Buffers that a step changes may already have been changed by later batches.
-- Steps on other stages than the last see the trainer's counters as they will be for their batch; see ``Overlap``.
+- Steps on stages other than the last see the trainer's counters as they will be for their batch; see ``Overlap``.
 - Before an event that needs a drained pipeline (a validation, a checkpoint every n steps, the end of an epoch or of
   training), no forward of a later batch runs, and versions count from 0 afterwards. If such an event was not foreseen,
   :meth:`drain` discards these forwards: no weights depend on them, and buffers get their contents back. The batches are
   kept, and run again.
-- A batch with another number of micro-batches than the batch before begins after a drain.
+- A batch with a different number of micro-batches than the batch before begins after a drain.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AsynchronousOrder(IterationOrder):
 
     @contextlib.contextmanager
     def calling(self, iteration: Iteration) -> Iterator[None]:
-        """Call a step function within this context, whichever batch Lightning's loop is at."""
+        """Call a step function within this context, for a batch that Lightning's loop may not have reached yet."""
         if iteration.step != STEP or not self.overlaps:
             yield
             return
@@ -105,7 +105,7 @@ class AsynchronousOrder(IterationOrder):
         """Put back the batches that were read ahead, since the epoch ends or batches change.
 
         Args:
-            together: whether every process calls it; else the channels are not used any more.
+            together: whether every process calls it; if not, the channels are not used again.
         """
         self._drain(together)
         self.overlap.put_back()
@@ -156,7 +156,7 @@ class AsynchronousOrder(IterationOrder):
         return True
 
     def _fits(self, num_microbatches: int) -> bool:
-        """Return whether batches of this size may follow one another without a drain; an epoch's last may be small."""
+        """Return whether batches of this size need no drain between them; the last one of an epoch may be too small."""
         try:
             self._weights.policy.check(self.loop.cluster.stage_map.num_stages, num_microbatches)
         except ScheduleError:
@@ -167,7 +167,7 @@ class AsynchronousOrder(IterationOrder):
         """Check that the step does not write into parameters, of which there are several versions.
 
         Raises:
-            ConfigurationError: names the parameter.
+            ConfigurationError: it does; the message names the parameter.
         """
         module, changed = self.loop.module, self.loop.deployment.pipeline.graph(STEP).changed
         parameters = dict(module.named_parameters())
@@ -180,7 +180,7 @@ class AsynchronousOrder(IterationOrder):
             )
 
     def _read_ahead(self, stream: Stream, rest: tuple[Any, ...]) -> None:
-        """Let the stream take the batches whose forwards run during this one; each process takes the same."""
+        """Give the stream the later batches whose forwards run during this one; the same ones in each process."""
         count = stream.num_microbatches
         for j in range(Place(0, self.loop.cluster.stage_map.num_stages, count).batches_ahead):
             if stream.known > stream.batch + 1 + j:

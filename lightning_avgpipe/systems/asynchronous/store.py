@@ -1,4 +1,4 @@
-"""The store of weights: which tensors an action uses, where a stage has several versions of its weights.
+"""The store of weights: which tensors an action uses if a stage has several versions of its weights.
 
 ::
 
@@ -9,13 +9,13 @@
 Between a forward and its backward autograd refers to the weights. If a parameter got other contents in between, some
 operations would use the old ones in the backward and others the new ones. So if a backward uses the weights of its
 forward, each version is a leaf of its own. It shares the memory of the parameter until the next update, which gives the
-parameter new memory; gradients accumulate into the parameter's. If a backward uses other weights than the forward, the
-forward is repeated with them, and a parameter's contents are exchanged for one action at a time.
+parameter new memory; its gradient is accumulated into that of the parameter. If a backward uses other weights than the
+forward, the forward is repeated with them, and a parameter's contents are exchanged for one action at a time.
 
 Versions exist between two drains; at a drain a stage has its current weights only. Buffers have no versions: statistics
 count every micro-batch once.
 
-Weights after further updates are predicted, extrapolated from the state of the optimizer::
+Weights after further updates are extrapolated from the state of the optimizer::
 
     predicted = W - lr * ahead * Delta          Delta: of the optimizer's state after its last step; before any, 0
 
@@ -23,8 +23,8 @@ Weights after further updates are predicted, extrapolated from the state of the 
     Adam            m^ / (sqrt(v^) + eps), with eps outside of the root, as in torch
     AdamW           the same: decoupled weight decay is left out
 
-For an optimizer whose state has no direction, or none that is known here, the last increment of the weights serves:
-``Delta = (W_before - W) / lr``. It includes everything, also weight decay, and costs a copy of the weights.
+For an optimizer whose state has no direction, or an unknown one, the last increment of the weights can be used:
+``Delta = (W_before - W) / lr``. It includes everything, such as weight decay, and costs a copy of the weights.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WeightStore:
         self._names, self._here, self._stages = names, here, {}
 
     def begin(self, num_microbatches: int) -> None:
-        """Begin to keep versions, at a drain: micro-batches and versions count from 0.
+        """Begin to keep versions, at a drain. Micro-batches and versions are counted from 0.
 
         Args:
             num_microbatches: M, the number of micro-batches of an update.
@@ -146,7 +146,7 @@ class WeightStore:
         here.now = self.policy.uses(here.place, micro_batch)[backward]
 
     def swaps(self, stage: int) -> bool:
-        """Return whether anything is put into the module for an action of a stage: always."""
+        """Return whether other tensors are put into the module for an action of a stage: always."""
         return True
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def _shown(self, here: _Stage) -> Iterator[Weights]:
-        """Put a version's leaves in the places of the parameters; their gradients accumulate into the parameters'."""
+        """Put a version's leaves in the places of the parameters; gradients accumulate into those of the parameters."""
         leaves = here.leaves[here.now] if here.now in here.leaves else self._make(here, here.now)
         pairs = [(here.parameters[name], leaf) for name, leaf in leaves.items()]
         for parameter, leaf in pairs:
@@ -195,7 +195,7 @@ class WeightStore:
             return {name: parameter.data for name, parameter in here.parameters.items()}
         trained_by = sources(self._optimizers())
         before = here.before if self.policy.delta == "increment" else None
-        contents = {name: p.data for name, p in here.parameters.items()}  # what no optimizer has does not move
+        contents = {name: p.data for name, p in here.parameters.items()}  # parameters without an optimizer stay
         return contents | {
             name: predicted(trained_by[id(p)], p, use.ahead, None if before is None else before.get(name, p))
             for name, p in here.parameters.items()
@@ -261,7 +261,7 @@ class WeightStore:
             here.version += 1
 
     def _needed(self, here: _Stage) -> set[Use]:
-        """Return the uses of current or older weights, and of predictions from them, after the next update."""
+        """Return the uses of the current and older weights, and of predictions from them, after the next update."""
         found: set[Use] = set()
         place, micro_batch = here.place, (here.version + 1) * here.place.num_microbatches
         while (uses := self.policy.uses(place, micro_batch))[0].version <= here.version:
@@ -287,7 +287,7 @@ def _adam(state: _State, group: _State) -> Tensor:
     return state["exp_avg"] / (1 - beta1**steps) / root
 
 
-# A class of optimizers, the hyper-parameter that must not be zero, and the direction from the state of a parameter.
+# A class of optimizers, its hyper-parameter that must not be zero, and a function from a parameter's state to Delta.
 _DIRECTIONS: Sequence[tuple[type[Optimizer], str | None, Callable[[_State, _State], Tensor | None]]] = (
     (Adam, None, _adam),
     (AdamW, None, _adam),  # no subclass of Adam before torch 2.7
@@ -307,7 +307,7 @@ def check_predictable(optimizer: Optimizer) -> None:
             if wanted is None or all(group[wanted] for group in optimizer.param_groups):
                 return
             raise ConfigurationError(
-                f"{type(optimizer).__name__} with {wanted}=0 does not remember where it goes, so the weights that its "
+                f"{type(optimizer).__name__} with {wanted}=0 does not remember its direction, so the weights that its "
                 f"next steps will make cannot be predicted from its state; give it {wanted}, or predict from the last "
                 'increment: PipeOptim(delta="increment")'
             )
@@ -318,7 +318,7 @@ def check_predictable(optimizer: Optimizer) -> None:
     )
 
 
-# An optimizer, and one of its parameter groups.
+# An optimizer, and one of its parameter groups
 Source = tuple[Optimizer, dict[str, Any]]
 
 

@@ -28,10 +28,10 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 @dataclass(frozen=True)
 class _Joined(Task):
-    """The tasks of several batches as one task, whose micro-batches count from the last drain.
+    """The tasks of several batches as one task, whose micro-batches are counted from the last drain.
 
     Attributes:
-        tasks: task of each batch that is not done.
+        tasks: number of a batch -> its task, for batches that are not done.
         count: number M of micro-batches per batch.
     """
 
@@ -95,7 +95,7 @@ class Stream(Observer):
         self._weights = weights
         self._task = _Joined.of(num_microbatches, pipeline.number)
         self._lanes: list[Lane] = []
-        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # by batch: buffers before
+        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # batch -> buffers before it
 
     @property
     def known(self) -> int:
@@ -149,7 +149,7 @@ class Stream(Observer):
         return message
 
     def _ended(self) -> Outcome:
-        """Return the outcome of the batch, and forget the batch."""
+        """Forget the batch that has ended, and return its outcome."""
         results, skipped = None, set[int]()
         first = self.batch * self.num_microbatches
         for lane in self._lanes:
@@ -163,7 +163,7 @@ class Stream(Observer):
         return Outcome(results, frozenset(skipped), self.num_microbatches)
 
     def end(self, together: bool = True) -> None:
-        """Drain: drop the forwards of later batches as if they had not run.
+        """Drain the pipeline: undo the forwards of later batches as if they had not run.
 
         Args:
             together: whether every process calls this after the same batch; if not, the channels are not used again.

@@ -24,8 +24,8 @@ pipeoptim           as met, and s updates ahead            b                    
 none                as met                                 b                              1
 ==================  =====================================  =============================  ==============================
 
-Weights of future updates are predicted, see ``store.py``. Where the backward uses other weights than the
-forward did, the forward is repeated with them. Numbers of updates that papers state for M = 1 are divided by M.
+Weights after future updates are predicted, see ``store.py``. If the backward uses other weights than the forward did,
+the forward is repeated with them. Numbers of updates that papers state for M = 1 are divided by M.
 
 Source: PipeDream, Narayanan et al., SOSP 2019 (stash); PipeDream-2BW, Narayanan et al., ICML 2021; SpecTrain, Chen et
 al., arXiv:1809.02839; PipeOptim, Guan et al., arXiv:2312.00839.
@@ -242,10 +242,9 @@ class PipeOptim:
             momentum. ``"increment"`` uses the last increment of the weights. It works with any optimizer, and needs the
             memory of one more copy of the weights. Only the increment includes decoupled weight decay, as in AdamW.
         staleness: ``"exact"``, or ``"constant"``: the paper's w, which predicts too far after each drain.
-        exact_backward: whether a backward uses the weights which it meets; its forward is repeated with them.
-            Otherwise it uses the weights which its forward predicted: nothing is repeated, and each prediction in
-            flight is kept. (Autograd cannot compute the paper's variant, new weights on old activations, for all
-            operations.)
+        exact_backward: whether a backward uses the weights that it meets; its forward is repeated with them. Otherwise
+            it uses the weights that its forward predicted: nothing is repeated, and each prediction in flight is kept.
+            (Autograd cannot compute the paper's variant, new weights on old activations, for all operations.)
     Raises:
         ConfigurationError: a value is not allowed.
     """

@@ -20,7 +20,7 @@ __all__ = ["DOUBLE_FORWARD", "GRAPH", "Broadcast"]
 def _rolling(given: Options) -> None:
     """Refuse models that roll: copies of weights would have to travel while another iteration runs."""
     broadcasts = given.schedule == "broadcast" or isinstance(given.schedule, Broadcast)
-    why = "weights go on to the next stage before an iteration, and not while another one runs"
+    why = "weights are sent to the next stage before an iteration, which cannot be done while another one runs"
     if given.averaging.rolling is True:
         asked, instead = "Averaging(rolling=True)", "leave it out, or use Averaging(rolling=False)"
         refused = {"schedule": (broadcasts, why)}

@@ -1,4 +1,4 @@
-"""Doubles: a stage's weights on the next stage, which runs its forwards as well, and how both stages run theirs."""
+"""Doubles: copies of a stage's weights on the next stage, which runs its forwards too, and how both stages run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_avgpipe.weights.tied import parameters_of
 
 
 class Double:
-    """The weights of a stage that the next stage uses to run its forwards: parameters, and buffers that they change.
+    """A copy of a stage's weights with which the next stage runs its forwards: parameters, and buffers that change.
 
     The stage sends them before each iteration, and the next stage puts them into the module for one forward at a time.
     Both have the same contents of a buffer after each micro-batch, since both change it once, in the same order.
@@ -63,7 +63,7 @@ class Double:
         self._slots = [(slot, name) for name, tensor in own.items() for slot in places[id(tensor)]]
 
     def swaps(self, stage: int) -> bool:
-        """Return whether anything is put into the module for an action of a stage: always."""
+        """Return whether other tensors are put into the module for an action of a stage: always."""
         return True
 
     @contextlib.contextmanager
@@ -76,12 +76,12 @@ class Double:
                 self._held |= {name: self._module.get_buffer(name) for name in self._buffers}
 
     def clear(self) -> None:
-        """Drop the weights: the next iteration brings new ones."""
+        """Drop the weights, since the next iteration brings new ones."""
         self._held, self._slots = {}, []
 
 
 def _check_repeatable(program: StageProgram) -> None:
-    """Check that another process can run the forwards of a stage as well, without anything happening twice.
+    """Check that the forwards of a stage have no side effect that would happen twice if another process runs them too.
 
     Raises:
         ConfigurationError: the forwards change more than buffers; the message names one such thing.
@@ -105,11 +105,11 @@ def _check_repeatable(program: StageProgram) -> None:
 
 
 class DoubleForwards(StagePart):
-    """The forwards of a stage that are not run once by itself alone.
+    """The forwards that a stage shares with its neighbour: graphs built late, and forwards of the stage before it.
 
     Attributes:
-        double: the previous stage, with weights of its own, if its forwards run here as well.
-        weights: these weights.
+        double: the stage before this one, on a copy of its weights, if its forwards run here too.
+        weights: this copy.
     """
 
     double: Stage | None = None
@@ -121,7 +121,7 @@ class DoubleForwards(StagePart):
             self.double.begin(())
 
     def clear(self) -> None:
-        """Drop the weights, and all about unfinished micro-batches."""
+        """Drop the weights, and all that is kept for unfinished micro-batches."""
         if self.double is not None and self.weights is not None:
             self.double.clear()
             self.weights.clear()
@@ -141,8 +141,8 @@ class DoubleForwards(StagePart):
     def _ahead(self, task: Task, micro_batch: int, message: Message) -> Message:
         """Run a forward of the previous stage that keeps nothing for a backward; return its message.
 
-        It has a graph until it ends: the graph shows which values require a gradient, and operations may round
-        otherwise without one.
+        It builds a graph nevertheless: this shows which values require a gradient, and without one operations may round
+        differently.
         """
         assert self.double is not None
         with self.double.module.placed() as copies:
@@ -153,7 +153,7 @@ class DoubleForwards(StagePart):
 
 
 class Doubles(StepPart):
-    """The doubles of a step function, on the stages that they belong to and on those that run their forwards as well.
+    """The doubles of a step function, on the stages whose weights they are and on those that run their forwards too.
 
     Args:
         loaded: step function that is made runnable.
@@ -186,7 +186,7 @@ class Doubles(StepPart):
                     module,
                     cluster.device,
                     part.weights,
-                    stage.execution,  # compiled code draws other random numbers than what it was compiled from
+                    stage.execution,  # the same, since compiled code draws other random numbers than uncompiled code
                     shown=False,
                     of_units=loaded.of_units,
                 )

@@ -1,4 +1,4 @@
-"""Broadcast forward: activations skip every other stage on their way to the last, at the cost of a repeated forward.
+"""Broadcast forward: activations skip every other stage on their way, at the cost of running its forward twice.
 
 ::
 
@@ -6,14 +6,14 @@
     K = 6             0 -> 1 => 2 => 3 => 4 => 5        roots 1, 3     mids 2, 4     leaves 3, 5
 
 The mid relays the root's message to the leaf, in segments and without waiting for its own forward. The leaf runs the
-mid's forward, without a graph and with a copy of the mid's weights, and then its own. The mid builds its graph just
-before its backward, while the gradient is still on its way. So the leaf takes longer, but a value passes half as many
-hops that wait for each other: this is faster where links are slow.
+mid's forward, keeping nothing for a backward and with a copy of the mid's weights, and then its own. The mid builds its
+graph just before its backward, while the gradient is still on its way. So the leaf takes longer, but only half as many
+hops of a value wait for each other: this is faster if links are slow.
 
 ::
 
-    G  graph            a forward that no stage waits for: as F, but sends nothing, as its input was relayed already
-    D  double forward   as F, after the forward of the stage before, which runs here without a graph and there as G
+    G  graph            a forward that no stage waits for: like F, but sends nothing, since its input was relayed
+    D  double forward   like F, after the forward of the stage before, which that stage runs as G
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_forwards(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"stage {stage} of the schedule {schedule.name!r} runs {', '.join(sorted(k.name for k in kinds))}; "
                 f"a stage that runs {GRAPH.name} ({GRAPH}) runs no other forwards, has one that runs {FORWARD} or "
-                f"{DOUBLE_FORWARD} before it, and one behind it that runs {DOUBLE_FORWARD.name} ({DOUBLE_FORWARD}) only"
+                f"{DOUBLE_FORWARD} before it, and one after it that runs {DOUBLE_FORWARD.name} ({DOUBLE_FORWARD}) only"
             )
 
 

@@ -64,8 +64,8 @@ class AdaptiveFreezing(Callback):
             Weights and optimizer states move, and no number changes.
         cache: bytes of host memory, such as ``"4GB"``, or a fraction of it, in which ``strategy="avgpipe"`` keeps the
             outputs of the frozen layers for each sample. From the second epoch after a step of freezing until the next
-            step the frozen layers are not computed for these samples, where computing them would be slower. Samples are
-            told apart by their content, so nothing needs to number them. When this memory is full, further samples are
+            step, the frozen layers are not computed for these samples, unless computing them is faster. Samples are
+            told apart by their content, so they need no numbers. When this memory is full, further samples are
             computed. The stages are planned again, as with ``replan``; one model without replicas is needed. None:
             nothing is kept.
         freed: what becomes of the devices of ``strategy="avgpipe"`` when fewer stages would do. ``"replicas"``: when
@@ -108,7 +108,7 @@ class AdaptiveFreezing(Callback):
         self._order = FreezingOrder()
         self.num_frozen = 0
         self._norms: list[float] = []  # of the layers' gradients, in the last batch of an epoch
-        self._epoch = 0  # the last epoch at which more layers were frozen
+        self._epoch = 0  # the last epoch at whose beginning more layers were frozen
         self._squares: dict[str, list[float]] = {}  # by parameter: squared gradient norms, one for each local model
 
     @property
@@ -122,7 +122,7 @@ class AdaptiveFreezing(Callback):
         return self.replan or self.cache is not None or self.freed is not None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before training starts."""
+        """Refuse, before training starts, what cannot work."""
         refuse_other("The Trainer", trainer)
         if stage != "fit":
             return

@@ -1,4 +1,4 @@
-"""Halving: where layers are frozen, fewer stages with several processes each may be faster than one stage per process.
+"""Halving: if layers are frozen, fewer stages with several processes each may be faster than one stage per process.
 
 ::
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Halving(PlanSource):
-    """Plans with fewer stages than there are processes, which then share stages, where that is not slower.
+    """Plans with fewer stages than processes, several of which share a stage, if that is not slower.
 
     Attributes:
         num_processes: number of processes; plans for another number of stages stay as they are.
@@ -74,7 +74,7 @@ class Halving(PlanSource):
         self.check(plan, counts)
         states = [name for stage in plan.stages for name in stage.states]
         if states:
-            raise PartitionError(f"the step changes '{states[0]}', which each replica would do for its own samples")
+            raise PartitionError(f"the step changes '{states[0]}', but each replica would see only its own samples")
 
 
 def check_sharing(run: PipelineRun, plan: Plan, counts: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ def check_sharing(run: PipelineRun, plan: Plan, counts: Sequence[int]) -> None:
     for graph in (pipeline.graph(step) for step in pipeline.steps if step != plan.graph.step):
         wide = scattered(graph, plan.stages_of)
         if wide and all(map(run.deployment.planner.subject.opens, wide)):
-            # these units are opened when the step runs next; until then any stage may have the whole step
+            # these units are opened when the step runs next; until then it counts as being on one stage
             cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
         else:
             cuts = cut_like(graph, plan.stages_of, plan.num_stages)
@@ -100,7 +100,7 @@ def check_sharing(run: PipelineRun, plan: Plan, counts: Sequence[int]) -> None:
 
 
 def processes_of(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the processes of each stage, given their numbers; the last stage has rank 0."""
+    """Return the ranks of the processes of each stage, given how many there are; the last stage has rank 0."""
     return tuple(tuple(range(sum(counts[k + 1 :]), sum(counts[k:]))) for k in range(len(counts)))
 
 

@@ -2,12 +2,12 @@
 
 ::
 
-    micro-batch    samples 4 7 0 2      all are known: the forward begins behind the frozen layers
-                   samples 4 7 9 2      9 is not: the frozen layers run, and what they give for 9 is kept
+    micro-batch    samples 4 7 0 2      all are known: the forward begins after the frozen layers
+                   samples 4 7 9 2      9 is not: the frozen layers run, and their output for 9 is kept
 
 A sample is identified by a digest of what the frozen layers read of it. So the dataset need not number its samples, and
-an augmented sample counts as a new one. In each epoch the first iteration with a known micro-batch runs the
-frozen layers anyway, and their outputs are compared with the kept ones; none are read before that.
+an augmented sample counts as a new one. In each epoch, the first iteration with a known micro-batch runs the frozen
+layers anyway, to compare their outputs with the kept ones; no kept outputs are used before that.
 
 The outputs are kept for one position in the step, by the process of the first stage that trains, until the next plan.
 """
@@ -74,7 +74,7 @@ def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
 
 @dataclass(frozen=True)
 class _Form:
-    """Properties that micro-batches of one size, with samples of one shape, have in common.
+    """What micro-batches of one size, with samples of one shape, have in common.
 
     Attributes:
         tensors: forms of the values.
@@ -110,7 +110,7 @@ class OutputStore:
 
     Args:
         limit: bytes on the host. When they are used up, no further samples are kept.
-        position: number of nodes, from the first, that are frozen.
+        position: number of leading nodes that are frozen.
 
     Attributes:
         position: as given.
@@ -148,12 +148,12 @@ class OutputStore:
         self._samples, self._forms, self._keys = {}, {}, {}
 
     def look_up(self, samples: Mapping[int, Sequence[bytes]]) -> frozenset[int]:
-        """Begin an iteration, and find out which of its micro-batches are kept.
+        """Begin an iteration, and find out for which of its micro-batches outputs are kept.
 
         Args:
             samples: micro-batch -> digests of its samples; empty if they cannot be computed.
         Returns:
-            The micro-batches whose forwards may begin behind the frozen layers.
+            The micro-batches whose forwards may begin after the frozen layers.
         """
         self._keys = {} if self.why_not else {i: [(len(own), one) for one in own] for i, own in samples.items()}
         begins = set[int]()
@@ -240,7 +240,7 @@ class StageOutputs(OutputStore):
 
     Args:
         limit: bytes on the host.
-        position: number of nodes, from the first, that are frozen.
+        position: number of leading nodes that are frozen.
         cluster: cluster of the process.
         graph: call graph of the step.
         trained: record of the parameters that are trained now.
@@ -295,10 +295,10 @@ class StageOutputs(OutputStore):
 
 
 class KeptOutputsSource(PlanSource):
-    """Plans in which frozen layers take no time, because their outputs are kept; units are open where these end."""
+    """Plans in which frozen layers take no time, because their outputs are kept; units are opened where they end."""
 
     def opened(self, subject: Divisible, units: Sequence[str]) -> Sequence[str]:
-        """Return units of which none that can be opened has both trained and frozen parameters."""
+        """Return the units, opened until none that can be opened has both trained and frozen parameters."""
         while True:
             flags = {unit: {p.requires_grad for p in subject.module.get_submodule(unit).parameters()} for unit in units}
             mixed = [unit for unit in units if len(flags[unit]) > 1 and subject.opens(unit)]
@@ -314,7 +314,7 @@ class KeptOutputsSource(PlanSource):
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
 
     def kept(self, graph: CallGraph, costs: Costs) -> int:
-        """Return how many nodes, from the first, are frozen and kept; log why there are not more."""
+        """Return how many leading nodes are frozen and have kept outputs; log why there are not more."""
         frozen, why = frozen_prefix(graph, graph.trained)
         if frozen and not costs.kept:
             frozen, why = 0, "computing them takes less time than reading them"
@@ -326,9 +326,9 @@ class KeptOutputsSource(PlanSource):
 
 
 def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]:
-    """Return how many nodes, from the first, compute the same outputs for the same samples while they are frozen.
+    """Return how many leading nodes compute the same outputs for the same samples while they are frozen.
 
-    Values that cross the cut behind these nodes require no gradient. The nodes neither draw random numbers nor use
+    Values that cross the cut after these nodes require no gradient. The nodes neither draw random numbers nor use
     anything that the step changes.
 
     Args:
@@ -364,7 +364,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
 
 
 def _reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
-    """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
+    """Measure the seconds to look up and read the outputs of a frozen prefix for one micro-batch, on dummy data.
 
     Args:
         graph: call graph of the step.

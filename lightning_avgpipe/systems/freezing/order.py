@@ -15,7 +15,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import fitting, is_within, joined
 
 _FEWEST_BLOCKS = 3
-_FINEST = 10_000  # largest denominator that alpha is rounded to: a third of 12 layers is 4, not 5
+_FINEST = 10_000  # largest denominator to which alpha is rounded, so that a third of 12 layers is 4, not 5
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class FreezingOrder:
 def mean_squares(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return the mean, over all parallel models, of the squared norm of each parameter's gradient.
 
-    The models are alike, and each trains on a batch of its own. So the mean is what one model with one such batch may
-    expect, whatever their number, and whether they are pipelines of one process or groups of processes. Replicas, and
-    the stages that share a tied parameter, have equal gradients after they have been summed, and do not change it.
+    The models are similar, and each trains on a batch of its own. So the mean is what one model with one batch would
+    have, whatever the number of models, and whether they are pipelines or groups of processes. Replicas, and the stages
+    that share a tied parameter, have equal gradients after these have been summed, and do not change the mean.
 
     Args:
-        parts: of each process, name of a parameter -> one number for each model that has a gradient.
+        parts: for each process, name of a parameter -> one number for each model that has a gradient.
     """
     found: dict[str, list[float]] = {}
     for part in parts:
@@ -99,7 +99,7 @@ def by_schedule(layers: int, alpha: float, step: int) -> int:
 
 
 def by_gradient_norms(frozen: int, alpha: float, norms: Sequence[float]) -> int:
-    """Return how many of the layers are frozen next, where layers with the smallest gradients have converged.
+    """Return how many of the layers are frozen next, if small gradients mean that layers have converged.
 
     The number is ``min(ceil(F + alpha (L - F)), l)``, with F the number of frozen layers, and l the number, counted
     from 1, of the layer that has the smallest gradient of all layers that are not frozen.
@@ -156,7 +156,7 @@ def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(module: nn.Module, paths: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters that are found under these paths only; the first name of a tied one."""
+    """Return the names of the parameters all of whose names are below these paths; of a tied one the first name."""
     inside = _inside(module.named_parameters(remove_duplicate=False), paths)
     return frozenset(name for name, p in module.named_parameters() if id(p) in inside)
 

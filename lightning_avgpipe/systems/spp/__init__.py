@@ -1,7 +1,7 @@
-"""SPP: stages on several devices each, chosen for links of different speed, with ``planner="spp"``.
+"""SPP: plans for links of different speed, in which stages may be on several devices each, with ``planner="spp"``.
 
 ``problem`` has the network and the times of plans, ``partition`` the planner of the paper, and ``placement`` plans for
-replicas that take turns.
+replicas that take micro-batches in turns.
 
 Source: Luo et al., *Efficient Pipeline Planning for Expedited Distributed DNN Training*, INFOCOM 2022.
 """

@@ -89,7 +89,7 @@ def partition(
     num_microbatches: int,
     bandwidth: Matrix,
 ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Return the stages along an order of devices whose slowest stage or link has the least work.
+    """Return the stages, along an order of devices, that minimise the work of the slowest stage or link.
 
     Args:
         costs: costs of the units.
@@ -141,7 +141,7 @@ def _named(stages: Sequence[PlacedStage], order: Sequence[int]) -> tuple[tuple[i
 def _better(
     problem: Problem, order: Sequence[int], plans: Iterable[Sequence[PlacedStage]], best: SppPlan | None
 ) -> SppPlan | None:
-    """Return the best of these plans and the best plan so far; plans that cannot be better are not simulated."""
+    """Return the best of these plans and of the best plan so far; plans that cannot be better are not simulated."""
     for stages in plans:
         if best is not None and problem.least_s(stages) >= best.makespan_s:
             continue
@@ -152,7 +152,7 @@ def _better(
 
 
 def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan:
-    """Return the best of the plans with the least W for each number of stages.
+    """Return the best of the plans that have the least W for their number of stages.
 
     No iteration is shorter than its W. So once a plan has been simulated, plans with a larger W can be left out.
     """
@@ -227,7 +227,7 @@ def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dic
 
     ``W(l, s, r, i) = min over l', r' of max(W(l', s-1, r', i-r), M transfer, M work / r + all-reduce)`` is that of the
     first l units on the first i devices. An l is considered only if, by work alone, the first i devices can run the
-    first l units within the limit and the other devices the remaining units. Where the limit is close to evenly shared
+    first l units within the limit, and the other devices the remaining units. If the limit is close to evenly shared
     work, few l are left.
     """
     units, devices = problem.costs.num_units, len(problem.network)

@@ -2,8 +2,8 @@
 
 SPP slices each micro-batch over the replicas of a stage. In turns a replica computes as much, but a micro-batch takes
 the time of one device, only pairs of replicas whose turns meet send to each other, and all-reduces use a ring of
-ascending ranks. So plans are chosen by simulating turns: all plans where they are few, otherwise for each number of
-stages the plan whose slowest stage or link is fastest for SPP. If none of these fits the memory, balanced stages stay.
+ascending ranks. So plans are chosen by simulating turns: all plans if they are few, otherwise, for each number of
+stages, the plan whose slowest stage or link is fastest by SPP. If none of these fits the memory, balanced stages stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_avgpipe.utils.device import port_of
 
 _log = logging.getLogger(__name__)
 
-_ALIKE = 1.25  # devices that take at most so many times as long as the fastest count as equally fast
+_ALIKE = 1.25  # devices that take at most this many times as long as the fastest count as equally fast
 _MOST_PLANS = 5_000  # up to this number all plans are candidates; beyond, only those with SPP's least bottlenecks
 
 
@@ -41,11 +41,11 @@ class _NoneFitsError(PartitionError):
 
 
 class SppSource(PlanSource):
-    """Plans whose stages are placed by the bandwidth between processes, which may share stages.
+    """Plans whose stages are placed by the bandwidth between processes; several processes may share a stage.
 
     Args:
-        bandwidth: bytes per second between every two processes, shape ``(V, V)``; ``"measured"``: measured, with the
-            speed of each device, before a plan.
+        bandwidth: bytes per second between every two processes, shape ``(V, V)``; ``"measured"``: it is measured before
+            a plan, with the speed of each device.
     """
 
     replicates = True
@@ -116,9 +116,9 @@ class SppSource(PlanSource):
 
 
 def _per_operation(bandwidth: Matrix) -> Matrix:
-    """Return bytes per counted operation in the place of bytes per second.
+    """Convert bytes per second to bytes per counted operation.
 
-    Nothing says how many operations a second has. So a byte costs on the fastest link what it costs balanced stages.
+    The number of operations per second is unknown. So a byte on the fastest link costs as much as for balanced stages.
     """
     speeds = Network.of(bandwidth).bandwidth
     links = (speed for u, row in enumerate(speeds) for v, speed in enumerate(row) if u != v and speed < math.inf)
@@ -127,7 +127,7 @@ def _per_operation(bandwidth: Matrix) -> Matrix:
 
 
 def slowness_of(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the time of each device in units of the fastest; empty if all are similar or one was not measured.
+    """Return the time of each device relative to the fastest; empty if all are similar or one was not measured.
 
     Args:
         seconds: time of each device for the same work; 0: not measured.
@@ -154,10 +154,10 @@ def plan_in_turns(
         costs: costs of the units, on a device that is not slow.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``.
         num_microbatches: M, number of micro-batches of an iteration.
-        slowness: time of each device in units of one that is not slow, at least 1, shape ``(V,)``; empty: none is slow.
+        slowness: time of each device relative to one that is not slow, at least 1, shape ``(V,)``; empty: none is slow.
         fits: function that returns whether a plan fits the memory of its devices.
-        schedules: returns those of S stages and M micro-batches, of which the fastest is taken; default: SPP's own, and
-            1F1B.
+        schedules: returns the schedules to try for S stages and M micro-batches, of which the fastest counts; default:
+            SPP's own, and 1F1B.
     Raises:
         PartitionError: none of the candidate plans fits.
     """
@@ -199,7 +199,7 @@ def _fastest(
 
 
 def _candidates(problem: Problem) -> Iterator[Collection[Sequence[PlacedStage]]]:
-    """Yield the plans that are simulated; more of them, with larger bottlenecks, after those of which none fits."""
+    """Yield plans to simulate; while none of them fits, further ones, with larger bottlenecks, are asked for."""
     if num_plans(problem) <= _MOST_PLANS:
         yield list(all_plans(problem))
         return
@@ -230,7 +230,7 @@ def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
 
 
 def _shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
-    """Return the stages of a plan as they take turns."""
+    """Return the costs of a plan's stages, whose replicas take turns."""
     costs = problem.costs
     hops = [stage.end - 1 for stage in stages[:-1]]
     return SharedStages(

@@ -160,7 +160,7 @@ class Problem:
         costs: costs of the units, on a device that is not slow.
         network: network of the devices.
         num_microbatches: M, number of micro-batches of an iteration.
-        slowness: time of each device in units of a device that is not slow, shape ``(V,)``; empty: none is slow. The
+        slowness: time of each device relative to one that is not slow, shape ``(V,)``; empty: none is slow. The
             simulation of turns and the bottleneck use it; SPP's own simulation ignores it.
         bucket_bytes: bytes of gradients that are all-reduced as one message while the last backward still computes.
             SPP's own simulation all-reduces after the last backward instead.
@@ -201,7 +201,7 @@ class Problem:
         return max(self.slowness[first:stop], default=1.0)
 
     def reduce_left_s(self, stage: PlacedStage) -> float:
-        """Return how many seconds the all-reduce, which begins during the last backward, continues after it."""
+        """Return for how many seconds the all-reduce, which begins during the last backward, goes on after it."""
         costs, per_byte = self.costs, self.reduce_s_per_byte(stage.first, stage.stop)
         slow, clock_s, done_s, held = self.slow(stage.first, stage.stop), 0.0, 0.0, 0.0
         for unit in reversed(range(stage.begin, stage.end)):
@@ -232,7 +232,7 @@ class Problem:
         return max([*work, *(count * seconds for seconds in (*costs.send_forward_s, *costs.send_backward_s))])
 
     def least_s(self, stages: Sequence[PlacedStage]) -> float:
-        """Return a lower bound for the seconds of an iteration with any order of execution, which is at least W."""
+        """Return a lower bound, at least W, for the seconds of an iteration in any order of execution."""
         return max(self.bound_s(stages), least_possible_s(self.stage_costs(stages), self.num_microbatches))
 
     def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> float:

@@ -1,6 +1,6 @@
-"""Survival: groups of processes that train elastically averaged models, of which each may die and come back.
+"""Survival: groups of processes that train elastically averaged models, and each of which may die and come back.
 
-``survival`` has the options, ``groups`` starts the groups and starts those again that have died, ``meetings`` averages
+``survival`` has the options, ``groups`` starts the groups and restarts those that have died, ``meetings`` averages
 their models with torchft, and ``progress`` says how far training is, for a group that comes back.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Survival"]
 
-_MEETS = "groups meet after each step with what they have learned, exactly, and each may be gone at the next meeting"
+_MEETS = "groups exchange all that they have learned after each step, since any of them may be gone at the next one"
 
 
 def _with_groups(given: Options) -> None:
@@ -26,7 +26,7 @@ def _with_groups(given: Options) -> None:
     averaging = given.averaging
     refused = {
         "replicas": (given.asks_for_replicas, "each group has one pipeline of a model; use more groups"),
-        "averaging.groups": (averaging.groups not in (None, 1), "the system's groups are in its place"),
+        "averaging.groups": (averaging.groups not in (None, 1), "the system's groups take its place"),
         "averaging.processes_per_device": (averaging.processes_per_device > 1, "groups have devices of their own"),
         "averaging.rolling": (averaging.rolling is not False, _MEETS),
         "averaging.fragments": (averaging.fragments > 1, _MEETS),
@@ -39,7 +39,7 @@ def _with_groups(given: Options) -> None:
         "verify": (given.verifies, "a plain step does not average; verify once without the system"),
         "save_distributed_checkpoint": (
             given.save_distributed_checkpoint,
-            "one group writes, and may be another later",
+            "one group writes it, and the next time this may be another one",
         ),
         "start_method": (given.start_method != "popen", "a group that has died is started by running the script again"),
     }

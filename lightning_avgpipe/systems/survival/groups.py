@@ -1,4 +1,4 @@
-"""The groups of a run on this machine: they are started, watched, and started again when they have died."""
+"""The groups of a run on this machine: start them, watch them, and restart those that have died."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from lightning_avgpipe.systems.survival.survival import Survival
 
 _POLL_S = 0.05
-_PAUSE_S = 1.0  # before a group is started again: an error that all have alike ends the others meanwhile
+_PAUSE_S = 1.0  # before a group is started again: an error that all groups share ends the others meanwhile
 _END_S = 10.0  # time in which the processes of a group that has failed, or is told to stop, may end by themselves
-_JOIN_MS = 7 * 24 * 3_600_000  # a group that lives is waited for, however long; the strategy's timeout limits that
+_JOIN_MS = 7 * 24 * 3_600_000  # as good as no limit: the strategy's timeout limits the wait for a living group
 
 
 def check_start(survival: Survival, strategy: AvgPipeStrategy) -> None:
-    """Check that the processes are started in a way in which groups find each other.
+    """Check that the processes are started so that groups can find each other.
 
     Raises:
-        ConfigurationError: they are not.
+        ConfigurationError: a number or a lighthouse is missing or left over, or the processes are started otherwise.
     """
     environment = strategy.cluster_environment
     assert environment is not None
@@ -85,7 +85,7 @@ class Group:
             process.send_signal(signum)
 
     def ends(self) -> str | None:
-        """Return how the group has ended, empty if well, or None if it has not; end what is left of one that fails."""
+        """Return how the group failed, "" if it ended well, or None if it still runs; end the rest of a failed one."""
         codes = [process.poll() for process in self._processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed and not self._since:
@@ -95,7 +95,7 @@ class Group:
         if None not in codes:
             return self._said if failed else ""
         if any((codes[rank] or 0) < 0 for rank in failed) or (failed and time.monotonic() - self._since > _END_S):
-            self.kill()  # at once after a signal: nothing is to be said, and signs of life would let others wait
+            self.kill()  # at once after a signal: it can report nothing, and its signs of life would make others wait
         return None
 
     def kill(self) -> None:
@@ -107,9 +107,9 @@ class Group:
 
 
 class GroupsLauncher(_Launcher):
-    """Runs the script again for each process of all groups, and for a group that has died while another one lives.
+    """Runs the script again for each process of all groups, and restarts a group that died while another one lives.
 
-    This process has the lighthouse, and does not train. It ends when all groups have ended.
+    This process hosts the lighthouse, and does not train. It ends when all groups have ended.
 
     Args:
         survival: options of the groups.
@@ -148,7 +148,7 @@ class GroupsLauncher(_Launcher):
         lighthouse.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # not sys.exit: callbacks would take that for a failure of a training which is not here
+        os._exit(code)  # not sys.exit, which callbacks would take for a failure of training, though none runs here
 
     def kill(self, signum: Any) -> None:
         """Send a signal to the processes of all groups."""
@@ -170,7 +170,7 @@ class GroupsLauncher(_Launcher):
                 variables[NUMBER] = str(number)
                 self._running[number] = Group(_basic_subprocess_cmd(), self._size, variables)
                 del due[number]
-                if self._stopping:  # it came while the group was started, and has not reached it
+                if self._stopping:  # the signal came while the group was started, and has not reached it
                     self._running[number].send(self._stopping)
             time.sleep(_POLL_S)
             for number, said in [(n, said) for n, group in self._running.items() if (said := group.ends()) is not None]:
@@ -184,5 +184,5 @@ class GroupsLauncher(_Launcher):
                 if left[number] >= 0:
                     due[number] = time.monotonic() + _PAUSE_S
                 rank_zero_info(f"group {number} has died ({said}); it may start again {max(0, left[number] + 1)} times")
-            if not self._running or self._stopping or over.exists():  # nobody is left to whom a group could come back
+            if not self._running or self._stopping or over.exists():  # no group is left that others could come back to
                 due.clear()

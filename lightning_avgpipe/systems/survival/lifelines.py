@@ -1,4 +1,4 @@
-"""Lifelines: how a group notices in a meeting, in which its processes do not talk to each other, that one has died."""
+"""Lifelines: notice that a process of a group has died during a meeting, in which they do not talk to each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BYTES = 4  # of a rank
 
 
 class Lifelines:
-    """Connections of rank 0 to the other processes of its world, which break when one of them ends without a word.
+    """Connections of rank 0 to the other processes of its world, which break when one of them ends without a goodbye.
 
-    The others need none to rank 0: it keeps the store that their watch reads. All processes construct it together.
+    The others need none to rank 0, which keeps the store that their watch reads. All processes construct it together.
 
     Args:
         world: processes of the group.
-        host: name or address by which they reach rank 0.
+        host: name or address at which they reach rank 0.
         limit: longest wait for the others to connect.
         notify: called when a process is lost.
 
@@ -64,7 +64,7 @@ class Lifelines:
                     self._notify()
 
     def close(self) -> None:
-        """Say goodbye to rank 0, which waits for nobody."""
+        """Say goodbye to rank 0; on rank 0 itself this does nothing."""
         if self._own is not None:
             with self._own, contextlib.suppress(OSError):  # rank 0 may be gone
                 self._own.send(_GOODBYE)

@@ -1,14 +1,14 @@
-"""Meetings of groups: the sums over groups that averaging needs, over those groups that are there.
+"""Meetings of groups: the sums that averaging needs, over the groups that are present.
 
 ::
 
-    group 0, all stages    B F | step   quorum   sum ----- commit | F B        who is there? sum; has all of us got it?
+    group 0, all stages    B F | step   quorum   sum ----- commit | F B        who is there? sum; have all got it?
     group 1, all stages    B F | step   quorum   sum ----- commit | F B
     group 2                             quorum, heal   sum commit | F B        returns: takes the reference, adds 0
 
 Each process meets those with the same stages in other groups; all processes of a group go through a meeting together.
-If a sum fails, because a group dies in the midst of it, those that are left begin the meeting again: what a group has
-learned since the last meeting is in its model still, so nothing is lost.
+If a sum fails because a group dies in the midst of it, the groups that are left begin the meeting again. What a group
+has learned since the last meeting is still in its model, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module="torchft")
 _POLL_S = 0.05
-_COMMIT = 2  # times the limit of a sum: a stage that has its sum waits here for one whose sum runs into the limit
+_COMMIT = 2  # in limits of a sum: a stage that has its sum waits here for one whose sum may run into the limit
 _BEGINS, _GOES_ON = 1, 2  # marks of a group in a meeting; 0: it is absent
 _RETRIES = 10  # of asking a lighthouse that does not answer at once
 
 
 @contextlib.contextmanager
 def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> Iterator[None]:
-    """Within this context, a run of training, the group's models are averaged with those of other groups."""
+    """Average the group's models with those of other groups within this context, which is one run of training."""
     trainer, cluster = context.trainer, context.cluster
     if cluster.stage_map.num_groups > 1:
         raise ConfigurationError(
@@ -83,7 +83,7 @@ class _AtBatchEnd(Callback):
     """A callback that ends the averaging of a step, so that groups meet at the same place of an iteration.
 
     Args:
-        meetings: meetings that end, before anything else does, when this process fails.
+        meetings: meetings that this process leaves first of all when it fails.
     """
 
     def __init__(self, meetings: Meetings) -> None:
@@ -99,7 +99,7 @@ class _AtBatchEnd(Callback):
 class GroupManager(Manager):
     """torchft's manager, which tells the other groups at once that a sum has failed here.
 
-    In a ring some of them wait for this process, not for the one that is gone, and would wait until the limit.
+    In a ring, some of them wait for this process, not for the one that is gone, and would wait until the time limit.
 
     Args:
         connections: connections to other groups.
@@ -111,7 +111,7 @@ class GroupManager(Manager):
         super().__init__(pg=connections, **options)
 
     def report_error(self, e: Exception) -> None:
-        """Note an error, with which this meeting does not count, and close the connections to other groups."""
+        """Note an error, so that this meeting does not count, and close the connections to other groups."""
         super().report_error(e)
         self._connections.abort()
 
@@ -129,7 +129,7 @@ class Meetings(TensorCollectives):
     """
 
     def __init__(self, survival: Survival, trainer: pl.Trainer, cluster: Cluster, timeout: timedelta) -> None:
-        super().__init__(cluster.leaders, survival.world_number)  # in a group there is nobody else with these models
+        super().__init__(cluster.leaders, survival.world_number)  # no other process of the group has these models
         self.count = self.present = survival.groups
         self._survival, self._trainer, self._cluster, self._timeout = survival, trainer, cluster, timeout
         self._pending: list[tuple[Sequence[Tensor], Any]] = []
@@ -142,7 +142,7 @@ class Meetings(TensorCollectives):
         self._begins = False  # whether it is at its first one, within an iteration
         self._adds = True  # whether this group has learned something that the others do not have
 
-    # -- as of TensorCollectives --------------------------------------------------------------------------------------
+    # -- methods of TensorCollectives ---------------------------------------------------------------------------------
 
     def begin(self, ensemble: Ensemble) -> None:
         """Meet the other groups for the first time: take over their models, or begin together with them."""
@@ -155,12 +155,12 @@ class Meetings(TensorCollectives):
         self._begins = False
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Note tensors to be summed in the next meeting; return a function that holds it, unless it has been held."""
+        """Note tensors to be summed in the next meeting; return a function that holds it if it has not been held."""
         self._pending.append((tensors, ReduceOp.SUM))
         return self._meet
 
     def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Note integers of which all groups take the largest, since no group is sure to be there."""
+        """Note integers of which all groups take the largest, since no single group is sure to be there to choose."""
         self._pending.append((tensors, ReduceOp.MAX))
         return self._meet
 
@@ -204,7 +204,7 @@ class Meetings(TensorCollectives):
         self._together(connect, f"connects to the lighthouse at {survival.meets_at}")
 
     def _meet(self) -> None:
-        """Hold a meeting with all tensors that are noted; without any there is nothing to wait for."""
+        """Hold a meeting for all tensors that are noted; do nothing if there are none."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -215,12 +215,12 @@ class Meetings(TensorCollectives):
         first = int(here.argmax())
         self._tell(there, first)
         self._there, self.present, self._adds = there, len(there), True
-        # what logs and saves is rank 0 of the first group that has made this step
+        # rank 0 of the first group that has made this step logs and saves
         rank = self._cluster.world.rank
         rank_zero_only.rank = rank if self.number == first else rank + 1  # type: ignore[attr-defined]
 
     def _together(self, function: Callable[[], object], doing: str) -> None:
-        """Run a function that waits for other groups, while this group is watched; name the group in errors."""
+        """Run a function that waits for other groups, and watch this group meanwhile; errors name the group."""
 
         def named() -> None:
             try:
@@ -240,7 +240,7 @@ class Meetings(TensorCollectives):
         running.finish()
 
     def _hold(self, pending: Sequence[tuple[Sequence[Tensor], Any]], here: Tensor) -> None:
-        """Sum over the groups that are there, once more with those that are left, until a sum counts."""
+        """Sum over the groups that are present; if a sum fails, sum again over those that are left."""
         manager = self._manager
         while True:
             manager.start_quorum()  # may call _load
@@ -274,7 +274,7 @@ class Meetings(TensorCollectives):
         self._met = manager.current_step()
 
     def _complete(self) -> bool:
-        """Return whether training may begin, or go on: at first all groups must be there, and none trains alone."""
+        """Return whether training may begin or go on: the first meeting needs all groups, later ones any of them."""
         manager = self._manager
         if manager.current_step() or manager.num_participants() == self.count:
             return True
@@ -318,7 +318,7 @@ class Meetings(TensorCollectives):
         return {name: tensor.detach() for name, tensor in named.items() if not tensor.is_meta}
 
     def _state(self) -> dict[str, Any]:
-        """Return what a group that comes back needs of this process."""
+        """Return what a group that comes back needs from this process."""
         assert self._ensemble is not None
         return {
             "met": self._manager.current_step(),
@@ -332,8 +332,8 @@ class Meetings(TensorCollectives):
     def _load(self, state: dict[str, Any]) -> None:
         """Take over the reference, and training's progress, from a group that is further.
 
-        A group that has lived is behind if others have counted a meeting and this one has not. If it was in that one,
-        its part is in the reference. If not, it adds that part now.
+        A group that has not died is behind if the last meeting counted for others but not for this group. If it took
+        part in that meeting, its part is in the reference. If not, it adds its part now.
         """
         assert self._ensemble is not None
         models, own = self._ensemble.models, self._tensors()
@@ -360,7 +360,7 @@ class Meetings(TensorCollectives):
         if not self._met:
             for n in range(models.size):
                 load_optimizer_states(self._ensemble.optimizers.of(n), state["optimizers"])
-        if not self._met or state["met"] > self._met + 1:  # else it is at most the step behind that it makes next
+        if not self._met or state["met"] > self._met + 1:  # else it is at most one step behind, which it makes next
             go_to(self._trainer, state["progress"], self._begins)
         self._adds = self._adds and not counted
 

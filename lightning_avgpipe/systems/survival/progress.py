@@ -1,4 +1,4 @@
-"""How far a group's training is, for a group that comes back and goes on from there."""
+"""How far the training of a group is, so that a group that comes back goes on from there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 def _counters(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the counters of a trainer that move on with each batch, those of epochs last."""
+    """Return the counters of a trainer that advance with batches, steps and epochs."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     step = epoch.automatic_optimization.optim_progress.optimizer.step
     counted = {"batch": epoch.batch_progress, "step": step, "epoch": fit.epoch_progress}
@@ -30,7 +30,8 @@ def _done(trainer: pl.Trainer, within: bool) -> dict[str, int]:
 
     Args:
         trainer: the trainer.
-        within: whether an iteration has begun, which is not done; else one has ended, though not for all counters.
+        within: whether an iteration is going on, which does not count; otherwise one has just ended, which counts, even
+            if not all counters have advanced yet.
     """
     return {
         name: counter.completed if within and not name.startswith("epoch") else counter.ready
@@ -39,7 +40,7 @@ def _done(trainer: pl.Trainer, within: bool) -> dict[str, int]:
 
 
 def _all(count: int, most: int | None) -> bool:
-    """Return whether a limit is reached; -1 and None are none."""
+    """Return whether a limit is reached; -1 and None mean that there is no limit."""
     return most is not None and 0 <= most <= count
 
 
@@ -62,11 +63,11 @@ def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
 
 
 def go_to(trainer: pl.Trainer, progress: dict[str, Any], within: bool) -> None:
-    """Go on from where another group is.
+    """Move training to where another group is.
 
     All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead. If the
-    other group is at the end of an epoch, an iteration that has begun here becomes one of the next epoch; what happens
-    there reaches callbacks, and schedulers that watch a metric, in the other group only.
+    other group is at the end of an epoch, an iteration that has begun here becomes one of the next epoch. Then only the
+    other group runs the end of the epoch, with its callbacks and schedulers that watch a metric.
 
     Args:
         trainer: the trainer.
@@ -83,7 +84,7 @@ def go_to(trainer: pl.Trainer, progress: dict[str, Any], within: bool) -> None:
             if hasattr(counter, count):
                 setattr(counter, count, getattr(counter, count) + further[name])
     trainer.fit_loop.epoch_loop._batches_that_stepped += further["step total"]
-    if trainer.fit_loop._data_fetcher is not None:  # which knows the last batch by its number
+    if trainer.fit_loop._data_fetcher is not None:  # it recognises the last batch by its number
         trainer.fit_loop._data_fetcher.fetched += further["batch current"]
     for config, state in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
@@ -100,7 +101,7 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[Any]:
 
 
 def load_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-    """Load states of :func:`optimizer_states`, which are on the host."""
+    """Load states that :func:`optimizer_states` has returned and that are on the host."""
     for optimizer, (state, groups) in zip(map(unwrapped, optimizers), states, strict=True):
         parameters = parameters_in(optimizer)
 

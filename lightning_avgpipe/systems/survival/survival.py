@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variables: address of the lighthouse, and number of the group
 NUMBER = "REPLICA_GROUP_ID"
-STARTED = "AVGPIPE_SURVIVAL"  # set in processes that our launcher has started: the path that exists when all is over
+STARTED = "AVGPIPE_SURVIVAL"  # set in processes that our launcher has started: path of a file that marks the end
 
 _TEXT = Allowed("an address", "'http://10.0.0.1:29510'", lambda value: isinstance(value, str) and bool(value))
 ALLOWED = {
@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def torchft(module: str = "") -> Any:
-    """Import a module of torchft, which then logs nothing: a death is a traceback to it, and to us a message."""
+    """Import a module of torchft and silence its logs: it logs a traceback for a death that we report in a line."""
     os.environ.setdefault("RUST_LOG", "error")
     logger = logging.getLogger("torchft")
     if logger.level == logging.NOTSET:
@@ -55,27 +55,27 @@ class Survival(System):
     """Groups of processes that survive each other: ``AvgPipeStrategy(system=Survival(groups=2))``.
 
     Each group has all stages and a model of its own; elastic averaging holds the models together, as with
-    ``Averaging(groups=2)``. When a group dies, the others go on. When it is started again it takes over the reference
+    ``Averaging(groups=2)``. When a group dies, the others go on. When it is started again, it takes over the reference
     model, the optimizer's state and the place in the epoch from another group. Needs torchft:
     ``pip install -e ".[survival]"``.
 
-    Without the address of a lighthouse, through which groups find each other, the process that runs the script has one,
-    divides ``devices`` among the groups, starts each of them by running the script again, and starts those again that
-    die; it does not train, and ends with them, so what follows ``fit`` in the script runs in the groups only. With an
-    address, you start each group yourself, with its own ``devices``, its own torchrun if any, and its number.
+    Groups find each other through a lighthouse. Without the address of one, the process that runs the script hosts it,
+    divides ``devices`` among the groups, starts each by running the script again, and restarts those that die. This
+    process does not train, and ends with the groups, so what follows ``fit`` in the script runs in the groups only.
+    With an address, you start each group yourself, with its own ``devices``, its own torchrun if any, and its number.
 
     Args:
         groups: number of groups. All of them must be there when training begins.
         group: number of this process's group, from 0. None: our launcher, or yours, has set ``REPLICA_GROUP_ID``.
         lighthouse: address of a lighthouse that you have started (``torchft_lighthouse``). None: that in
-            ``TORCHFT_LIGHTHOUSE``, else the process that runs the script has one.
-        address: name or address by which other groups reach this host. None: the host's name; ``localhost`` for groups
+            ``TORCHFT_LIGHTHOUSE``; if there is none, the process that runs the script hosts one.
+        address: name or address at which other groups reach this host. None: the host's name; ``localhost`` for groups
             that our launcher starts.
         restarts: number of times that each group is started again after it has died.
         heartbeat_timeout: seconds without a sign of life after which the others go on without a group; for a lighthouse
             of your own, give ``--heartbeat_timeout_ms`` there.
-        sum_timeout: longest time that a sum over the groups takes, in seconds. A group that is dead is noticed before
-            that; one that was stopped in the midst of a sum is not.
+        sum_timeout: longest time for a sum over the groups, in seconds. A dead group is noticed earlier, but not a
+            group that hangs during a sum.
     Raises:
         ConfigurationError: an option that cannot work, or torchft is missing.
     """
@@ -150,7 +150,7 @@ class Survival(System):
         return GroupsLauncher(self, strategy.num_processes) if self.starts_groups else None
 
     def training(self, context: RunContext, deployment: Deployment) -> AbstractContextManager[object]:
-        """Return a context within which the group's models are averaged with those of other groups."""
+        """Return the context in which the group's models are averaged with those of other groups."""
         torchft()
         from lightning_avgpipe.systems.survival.meetings import meeting
 

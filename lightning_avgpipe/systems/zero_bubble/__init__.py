@@ -23,7 +23,7 @@ __all__ = ["INPUT_GRADIENT", "WEIGHT_GRADIENT", "halved"]
 def _compiled(given: Options) -> None:
     """Refuse to split the backwards of compiled units."""
     splitting = ["auto", *(name for name, recipe in RECIPES.items() if recipe.splits)]
-    why = "the backward of a compiled unit cannot be split; use a schedule of whole ones, as 'advance_forward'"
+    why = "the backward of a compiled unit cannot be split; use a schedule with whole ones, such as 'advance_forward'"
     if given.compile is not False:
         refused = {"schedule": (given.schedule in splitting, why)}
         combinations.refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")

@@ -10,8 +10,8 @@ A node of autograd's graph computes only the gradients that are needed. So nothi
 are those of a whole backward. As every weight's gradient is computed in one piece, weights are equal bit for bit. The
 gradient of a weight that several nodes use (a layer that is called twice, the recurrent weights of an LSTM) is computed
 in the first half, which sums it as usual. Parts of the graph that do not lead to a gate, as on the first stage, are
-left to the second half. Micro-batches may use a weight differently (an expert); where one would add to it before an
-earlier one has, the second halves that are left run first.
+left to the second half. Micro-batches may use a weight differently (an expert). If a first half would add to its
+gradient before an earlier micro-batch has, the second halves that are left run first.
 
 A graph is not split if a part of it would run, or be observed, twice: one with Python functions (a compiled module, a
 reentrant checkpoint), hooks on values, or hooks on saved tensors (a checkpoint).
@@ -73,7 +73,7 @@ class WeightHalf:
         return not set(map(id, left)).isdisjoint(map(id, weights))
 
     def _catch(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entries: Sequence[Tensor]) -> None:
-        """Run the first half for entries only; one call also returns the nodes' incoming gradients, without hooks."""
+        """Run the first half for entries only; the same call, without hooks, returns the nodes' incoming gradients."""
         into = [GradientEdge(node, i) for node, _ in self._left for i in range(len(node._input_metadata))]  # type: ignore[attr-defined]
         wanted: Any = [*entries, *into]
         found = torch.autograd.grad(list(roots), wanted, list(gradients), retain_graph=True, allow_unused=True)
@@ -109,9 +109,9 @@ def input_half(
         roots: tensors from which the backward starts.
         gradients: gradients of the roots; None for a loss.
         entries: leaves that hold the received values.
-        earlier: other halves of earlier micro-batches, in their order; they run if this one would overtake them.
+        earlier: second halves of earlier micro-batches, in their order; they run now if this one would overtake them.
     Returns:
-        The other half; or why the graph cannot be split: then nothing has run.
+        The second half; or the reason why the graph cannot be split, in which case nothing has run.
     """
     if not _begins_anywhere():
         return _TENSORS_ONLY
@@ -124,7 +124,7 @@ def input_half(
     for node in reversed(order):
         if node in gates or any(child in leading for child in children[node]):
             leading.add(node)
-    # node that leads to weights only -> the only node through which it is reached that leads to a gate as well
+    # node that leads to weights only -> the only node that leads to it and also to a gate, "roots", or "several"
     only: dict[Node, Node | str] = {node: "roots" for node in starts if node not in leading}
     for node in order:
         source: Node | str = node if node in leading else only[node]
@@ -163,7 +163,7 @@ def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], g
 
 
 def _graph(starts: Sequence[Node]) -> tuple[list[Node], dict[Node, tuple[Node, ...]]]:
-    """Return all nodes, each before those that it leads to, and the nodes that each leads to directly."""
+    """Return all nodes in topological order, each before those that it leads to, and the direct children of each."""
     children: dict[Node, tuple[Node, ...]] = {}
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(node, False) for node in starts]
@@ -203,12 +203,12 @@ class Halves(StagePart):
         self._left: dict[int, WeightHalf] = {}
 
     def begin(self, row: Sequence[Action]) -> None:
-        """Begin an iteration, whose schedule wants split backwards or does not."""
+        """Begin an iteration with this row, which may have split backwards."""
         self.watches = any(action.kind is INPUT_GRADIENT for action in row)
         self._watch = GraphWatch() if self.watches else None
 
     def watching(self, loss: bool) -> AbstractContextManager[Any]:
-        """Return a watch for the step of a forward, the same for what computes the loss of its result."""
+        """Return a watch for the step of a forward; the same one goes on when the loss of its result is computed."""
         if self._watch is not None and not loss:
             self._watch = GraphWatch()
         return self._watch or contextlib.nullcontext()
@@ -282,7 +282,7 @@ class GraphWatch:
 _WATCHED = (
     (Tensor, "register_hook", "a hook on a value"),
     (Tensor, "retain_grad", "a value that retains its gradient"),
-    # hooks of a node cannot be listed, but code that adds one must have read grad_fn
+    # the hooks of a node cannot be listed, but code that adds one must read grad_fn
     (Tensor, "grad_fn", "a look at the grad_fn of a value, which may have got a hook"),
     (saved_tensors_hooks, "__enter__", "a checkpoint, or other hooks on what is saved for backwards"),
 )

@@ -10,7 +10,7 @@ In ZB-H1 and ZB-H2 the weight gradients follow ``v`` micro-batches behind the in
     w = 2, v = 1     F0 F1 | F2 I0  F3 I1 W0  F4 I2 W1 | I3 W2 I4 W3 | W4
 
 ZB-V and DualPipeV have two stages on each process, placed as a V: the process of the first stage also has the last one.
-So the first backward runs on the process of the first forward, and all processes stash the same amount::
+So the first backward runs on the same process as the first forward, and all processes stash the same amount::
 
     D = 3 processes     0: stages 0, 5     1: stages 1, 4     2: stages 2, 3
 """
@@ -95,7 +95,7 @@ def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
 def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """Build DualPipeV: pairs of a forward of one stage of a process and a backward of the other.
 
-    Where nothing overlaps within a pair, as here, processes are idle a little. At the ends of an iteration backwards
+    Here nothing overlaps within a pair, so processes are idle a little. At the start and end of an iteration, backwards
     are split. With fewer than K micro-batches there are no pairs, and the order is that of ZB-V.
 
     Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
@@ -120,7 +120,7 @@ class _Order:
         self._done: Counter[tuple[int, Kind]] = Counter()
 
     def left(self, stage: int, kind: Kind) -> int:
-        """Return how many actions of a kind a stage has still to run."""
+        """Return how many actions of a kind have still to be added for a stage."""
         return self._count - self._done[stage, kind]
 
     def add(self, times: int, *places: tuple[int, Kind]) -> None:
