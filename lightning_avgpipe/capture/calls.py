@@ -156,7 +156,7 @@ class Calls(CallWatcher):
 
     @contextlib.contextmanager
     def within(self, unit: str) -> Iterator[None]:
-        """Run a unit within this context."""
+        """Note draws and seeds within this context as those of a running unit."""
         with replaced(self, "unit", unit):
             yield
             self.look()

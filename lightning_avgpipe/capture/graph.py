@@ -423,7 +423,7 @@ class CallGraph:
 
     @cached_property
     def upkeep(self) -> dict[int, int]:
-        """Node -> the node whose stage executes it, for nodes that run away from their place in the program."""
+        """Node -> the node whose stage executes it, for nodes that are not executed at their place in the program."""
         return {index: span.first for span in self._spans for index in span.upkeep}
 
     def executed(self, start: int, end: int) -> tuple[Node, ...]:

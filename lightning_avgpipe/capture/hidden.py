@@ -54,7 +54,7 @@ class Provenance(TorchDispatchMode):
         super().__init__()
         self._made = KnownTensors[tuple[int, bool]]()  # node that made it; whether it is a constant
         self._mixed: set[int] = set()  # memory of constants into which something else was written
-        self._told = False  # whether Python code of the node has read numbers that are not constant
+        self._read_numbers = False  # whether Python code of the node has read numbers that are not constant
         self._node = 0
         self._descriptions: dict[int, tuple[Any, ...]] = {}  # of the arguments, by node
         self._used: dict[int, tuple[Tensor, int]] = {}
@@ -64,7 +64,7 @@ class Provenance(TorchDispatchMode):
         self._node = node
         self._descriptions[node] = _description(args, kwargs)
         self._used = {}
-        self._told = False
+        self._read_numbers = False
         return self
 
     @property
@@ -83,12 +83,12 @@ class Provenance(TorchDispatchMode):
             if self.birth(tensor) != self._node and not is_lent(tensor):
                 self._used.setdefault(id(tensor), (tensor, version_of(tensor)))
         known = func.overloadpacket in _LIKE or all(map(self.is_constant, tensors))
-        constant = known and not self._told and torch.Tag.nondeterministic_seeded not in func.tags
+        constant = known and not self._read_numbers and torch.Tag.nondeterministic_seeded not in func.tags
         if is_mutable(func) and not constant:
             self._mixed.update(map(address, targets(func, args, kwargs)))
         result = func(*args, **kwargs)
         found = tensor_arguments(result)
-        self._told |= not (found or known)
+        self._read_numbers |= not (found or known)
         before = set(map(address, tensors))
         for tensor in found:
             if id(tensor) not in self._used:

@@ -363,7 +363,7 @@ class NodeTrial:
             try:
                 with SavedHooks(itself, itself):
                     result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
-            except Exception as error:  # such as a derivative of what other units have computed: these are copies here
+            except Exception as error:  # such as a derivative by what other units have computed, which is a copy here
                 raise UnmeasurableError(f"'{node.name}' does not run alone ({error})") from error
             given = self.given(result, written)
             outputs = list({id(t): t for t in given if t.requires_grad}.values())
@@ -374,8 +374,8 @@ class NodeTrial:
                 empty_s, backward_s = self._empty_backward_s(), self._backward_s(outputs, sources, sums)
             except RuntimeError:  # such as a reentrant checkpoint, which refuses autograd.grad
                 return Sample(forward_s, REGION_BACKWARD * forward_s)
-        # The least so far: an empty backward takes up to six times as long where the allocator has no memory at hand,
-        # and does so until something else has been allocated.
+        # Take the smallest so far: an empty backward takes up to six times as long if the allocator has no memory at
+        # hand, until something else has been allocated.
         self._start_s = min(self._start_s, empty_s, backward_s)
         return Sample(forward_s, backward_s - self._start_s)
 

@@ -204,7 +204,7 @@ class StepTracer(TorchFunctionMode):
 
     @abstractmethod
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle a region that is checkpointed in one piece (reentrantly), whatever units it calls."""
+        """Handle a region that is checkpointed in one piece (reentrantly); the units that it calls are not followed."""
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         """Return a generator that brackets a checkpointed region in which calls and glue are followed."""
@@ -246,7 +246,7 @@ class StepTracer(TorchFunctionMode):
 
     @staticmethod
     def is_rehearsing() -> bool:
-        """Return whether this thread's step runs only to find something out, also if a unit is running."""
+        """Return whether this thread's step only runs to gather information, even while a unit is running."""
         tracer = _following.tracer
         return tracer is not None and tracer.rehearses
 

@@ -249,7 +249,8 @@ def memory_of(
     if relays:
         memory = replace(
             memory,
-            in_flight=tuple(flights[k - (k in relays)] for k in range(num_stages)),  # a relay keeps all that was sent
+            # a relay keeps as many values as the stage before it has sent
+            in_flight=tuple(flights[k - (k in relays)] for k in range(num_stages)),
             stashed=flights,
             doubles=frozenset(k + 1 for k in relays),
             doubled={name: num_pipelines * size for name, size in weights.items()},
@@ -334,7 +335,7 @@ def model_bytes(
         num_groups: number of process groups.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    copies, several = state_copies(optimizers), 2  # the reference of any number of models above 1 is as large
+    copies, several = state_copies(optimizers), 2  # any number of models above 1 has a reference of the same size
 
     def state_of(parameter: Tensor) -> tuple[int, int]:
         for optimizer in optimizers:

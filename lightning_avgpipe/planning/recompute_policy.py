@@ -83,7 +83,7 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
     """Return the micro-batches whose forward a stage repeats.
 
-    A forward is not repeated if its backward follows at once, on the last stage or where the forward sends nothing.
+    A forward is not repeated if its backward follows immediately, on the last stage or if the forward sends nothing.
     """
     at_once = {
         action.micro_batch
