@@ -173,8 +173,8 @@ class VersionPolicy(WeightPolicy):
     def simulate(self, costs: StageCosts, num_microbatches: int, iterations: int, repeats: bool = True) -> Timeline:
         """Predict when each action runs, see :meth:`WeightPolicy.simulate`.
 
-        A backward that uses other weights than its forward did repeats the forward, except on the last stage, whose
-        backwards follow their forwards at once.
+        A backward that uses other weights than its forward did repeats the forward, except on the last stage, where
+        each backward immediately follows its forward.
         """
         self.check(costs.num_stages, num_microbatches)
         if iterations < 2:

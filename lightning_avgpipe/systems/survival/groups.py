@@ -91,9 +91,9 @@ class Group:
         if failed and not self._since:
             self._since = time.monotonic()
             first = failed[0]
-            self._said = f"rank {first} {ended(codes[first] or 0)}"
+            self._failure = f"rank {first} {ended(codes[first] or 0)}"
         if None not in codes:
-            return self._said if failed else ""
+            return self._failure if failed else ""
         if any((codes[rank] or 0) < 0 for rank in failed) or (failed and time.monotonic() - self._since > _END_S):
             self.kill()  # at once after a signal: it can report nothing, and its signs of life would make others wait
         return None
@@ -119,7 +119,7 @@ class GroupsLauncher(_Launcher):
     def __init__(self, survival: Survival, size: int) -> None:
         self._survival, self._size = survival, size
         self._running: dict[int, Group] = {}
-        self._stopping = 0  # number of the signal to stop that has come; 0: none has
+        self._stopping = 0  # number of the signal to stop that has been received; 0: none
 
     @property
     def is_interactive_compatible(self) -> bool:

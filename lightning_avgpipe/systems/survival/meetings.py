@@ -51,7 +51,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", mo
 _POLL_S = 0.05
 _COMMIT = 2  # in limits of a sum: a stage that has its sum waits here for one whose sum may run into the limit
 _BEGINS, _GOES_ON = 1, 2  # marks of a group in a meeting; 0: it is absent
-_RETRIES = 10  # of asking a lighthouse that does not answer at once
+_RETRIES = 10  # if the lighthouse does not answer
 
 
 @contextlib.contextmanager
@@ -138,8 +138,8 @@ class Meetings(TensorCollectives):
         self._manager: Any = None
         self._ensemble: Ensemble | None = None
         self._met = 0  # meetings that this group has taken part in, or has caught up with
-        self._there: list[int] = []  # groups that took part in the last one
-        self._begins = False  # whether it is at its first one, within an iteration
+        self._there: list[int] = []  # groups that took part in the last meeting
+        self._begins = False  # whether this group is in its first meeting, within an iteration
         self._adds = True  # whether this group has learned something that the others do not have
 
     # -- methods of TensorCollectives ---------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Meetings(TensorCollectives):
                 use_async_quorum=False,
                 load_state_dict=self._load,
                 state_dict=self._state,
-                # not by HTTP, from ports that answer everybody
+                # the default, HTTP, would open ports that answer anybody
                 checkpoint_transport=PGTransport(connections, sum_limit, torch.device("cpu")),
                 rank=world.rank,
                 world_size=world.world_size,
@@ -211,7 +211,7 @@ class Meetings(TensorCollectives):
         here = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         self._together(lambda: self._hold(pending, here), "waits for the other groups")
         there = here.nonzero().flatten().tolist()
-        # those that begin have not made the step that the others may log and save now
+        # groups at their first meeting have not made the step that the others may log and save now
         first = int(here.argmax())
         self._tell(there, first)
         self._there, self.present, self._adds = there, len(there), True

@@ -197,7 +197,7 @@ class Halves(StagePart):
     """The split backwards of a stage."""
 
     def __init__(self) -> None:
-        self._said = False  # whether the warning about whole backwards was given
+        self._has_warned = False  # whether the warning about whole backwards was given
         self._watch: GraphWatch | None = None  # of the running forward; None: backwards run whole
         self._found: dict[int, str] = {}  # micro-batch -> why its backward cannot be split, as far as its forward shows
         self._left: dict[int, WeightHalf] = {}
@@ -233,8 +233,8 @@ class Halves(StagePart):
             if isinstance(half, WeightHalf):
                 self._left[micro_batch] = half
                 return
-            if not self._said:
-                self._said = True
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning(
                     "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. "
                     "The numbers are the same; what it waits for is as with 1F1B", stage.program.stage, half,

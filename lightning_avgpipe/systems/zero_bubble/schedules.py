@@ -107,9 +107,9 @@ class _Order:
     """The order of the actions of a process, as far as it has been built.
 
     Attributes:
-        there: stage of the process on the way there.
-        back: stage of the process on the way back.
-        after: number of processes behind this one.
+        there: the process's stage in the first half of all stages, on the way there along the V.
+        back: its stage in the second half, on the way back.
+        after: number of processes after this one.
         places: actions so far, each with its stage.
     """
 
