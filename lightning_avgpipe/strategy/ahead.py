@@ -1,6 +1,7 @@
-"""Iterations that overlap: micro-batches of the next batches run before Lightning's loop comes to these batches.
+"""Overlapping iterations: micro-batches of later batches run before Lightning's loop reaches those batches.
 
-Such a step sees the trainer's counters as they will be, and must not read what is not known yet.
+A step that runs early sees the trainer's counters with the values they will have for its batch. It must not read values
+that are not final yet, such as metrics and learning rates.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from lightning_avgpipe.utils.torch_compat import version_of
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.loop import PipelineLoop
 
-# Attributes of the trainer that are known only when the batch before has ended.
+# Attributes of the trainer that are final only after the previous batch has ended.
 _NOT_YET = (
     "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",
 )  # fmt: skip
-# Models take turns in recurrent layers, which keep their weights in lists too.
+# Attributes that may change: Lightning's own, and those with which recurrent layers list their weights, since parallel
+# models take turns in the layers.
 _IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weight_refs"}
 
 
 class Overlap:
-    """Keeps the iterations that were read ahead, and checks that steps which run before their turn do as in their turn.
+    """Holds the iterations that were read ahead, and checks that a step gives the same result early as in its turn.
 
-    Orders use it whose iterations begin before Lightning's loop comes to their batches.
+    It is used by orders whose iterations begin before Lightning's loop reaches their batches.
 
     Attributes:
-        option: option that lets steps run early, for messages.
-        instead: option with which they do not, for messages.
+        option: option that lets steps run early, for error messages.
+        instead: option to use instead, for error messages.
         coming: iterations that were read ahead, in order.
         checked: whether the captured step has been found to allow overlaps.
-        awaits_step: whether the optimizers are to step before the next batch.
+        awaits_step: whether the optimizers must still step for the last batch.
     """
 
     def __init__(self, loop: PipelineLoop) -> None:
@@ -55,45 +57,45 @@ class Overlap:
         self.checked = self.awaits_step = False
         self._loop = loop
         self._trainer, self._module = loop.trainer, loop.module
-        self._noted = ""  # message on what a step has read that is not known yet; empty: nothing
-        self._view: Any = None
+        self._noted = ""  # why the step must not run early: it has read a value that was not final; empty: no reason
+        self._view: Any = None  # what steps see in place of the trainer
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
         self._held: dict[str, Snapshot] = {}
         self._graph: CallGraph | None = None
-        self._is_first = False  # the batch runs from which the step was captured
-        self._trained: frozenset[str] = frozenset()  # parameters that were trained at :meth:`begin`
+        self._is_first = False  # whether the running batch is the one from which the step was captured
+        self._trained: frozenset[str] = frozenset()  # parameters that were trained when :meth:`begin` was called
 
     # -- iterations that were read ahead -------------------------------------------------------------------------------
 
     def take(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Iteration:
-        """Return the iteration of these batches, to which Lightning's loop has come: one read ahead, or a new one.
+        """Return the iteration of the batches that Lightning's loop has reached: one read ahead, or a new one.
 
         Raises:
-            ConfigurationError: the optimizers have not stepped after the last batch, as a hook decides.
-            StepChangedError: the batch is not the one that was read ahead.
+            ConfigurationError: a hook did not step the optimizers after the last batch.
+            StepChangedError: the batch is not the one that was read ahead, or a hook has changed it.
         """
         if self.awaits_step:
             raise ConfigurationError(
                 f"{type(self._module).__name__}.optimizer_step does not step after each batch (or the optimizer "
-                f"evaluates its closure several times), but with {self.option} a batch begins before the step of the "
-                f"one before; step once for each batch, or use {self.instead}"
+                f"evaluates its closure several times), but with {self.option} the next batch begins before the "
+                f"optimizers step; step once for each batch, or use {self.instead}"
             )
         iteration = self.coming.popleft() if self.coming else self._loop.new_iteration(STEP, batches, rest)
         if iteration.batches[0] is not batches[0] or iteration.changed:
             raise StepChangedError(
-                "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
+                "a hook has changed or skipped a batch that was read ahead, and that may have run in part; with "
                 f"{self.option} change batches in on_after_batch_transfer, or use {self.instead}"
             )
         iteration.progress = None
         return iteration
 
     def next(self, rest: tuple[Any, ...], ahead: int = 1) -> Iteration | None:
-        """Return a later iteration; None at the end of the data. Every process gets the same.
+        """Return a later iteration, read if necessary; None at the end of the data. It is the same on all processes.
 
         Args:
-            rest: other arguments of the step that runs now.
-            ahead: number of iterations until then; those before it have been read.
+            rest: arguments of the current step other than the batch.
+            ahead: position of the iteration after the current one, from 1; the iterations in between have been read.
         """
         if len(self.coming) < ahead:
             batches = self._loop.batches.next(ahead)
@@ -105,7 +107,7 @@ class Overlap:
         return self.coming[ahead - 1]
 
     def put_back(self) -> None:
-        """Put back the batches that were read ahead."""
+        """Drop the iterations that were read ahead; their batches stay in the queue."""
         self.coming.clear()
         self._loop.batches.put_back()
 
@@ -130,7 +132,7 @@ class Overlap:
         """Check that the step changes nothing that overlapping batches share, and that its data may be read ahead.
 
         Args:
-            further: a further reason why iterations must not overlap; empty: there is none.
+            further: another reason against overlapping iterations, found by the caller; empty: there is none.
         Raises:
             ConfigurationError: iterations must not overlap; the message says why.
         """
@@ -147,23 +149,23 @@ class Overlap:
         if saving := next(filter(None, (saves_position(one, self._trainer) for one in loaders)), ""):
             return (
                 f"{self.option} reads ahead, but the {saving} saves its position in checkpoints, "
-                f"which would then be ahead of the training; use data without state_dict, or {self.instead}"
+                f"and this position would be ahead of training; use data without state_dict, or {self.instead}"
             )
         if what := changed_in_common(self._loop.deployment.pipeline.graph(STEP)):
             return (
                 f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
-                "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
-                f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
+                "batches run at the same time, and would see the changes in an order that depends on timing; make the "
+                f"change in a hook that is given the outputs (on_train_batch_end), or use {self.instead}"
             )
         return ""
 
-    # -- what steps find that run before their turn --------------------------------------------------------------------
+    # -- what a step that runs early finds -----------------------------------------------------------------------------
 
     def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
-        """Return a context within which a step runs, whichever batch Lightning's loop is at.
+        """Return a context within which a step can run, for the current batch or early.
 
-        The step must not read what the trainer does not know yet if the step is early. Reading it is refused whether
-        the step is early or not, so that errors do not depend on the timing.
+        A step that runs early must not read values of the trainer that are not final yet. Reading them is refused
+        even if the step is not early, so that errors do not depend on the timing.
         """
         if self._view is None:
             self._view = self._made_view()
@@ -177,17 +179,17 @@ class Overlap:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Within this context a step runs in its turn.
+        """Within this context a step runs for the current batch.
 
-        What the very first one sets for all that follow (an attribute that is made when it is first needed) does not
-        count as a change by a hook. Capture has seen it, and no cut lies between it and those who read it.
+        What the first step sets once (an attribute that is made when it is first needed) does not count as a change by
+        a hook. Capture has seen this write, and no cut separates it from the units that read it.
         """
         unchanged = [name for name in self._held if not self._changed(name)] if self._is_first else []
         yield
         self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
 
     def begin(self) -> None:
-        """Note the values that a step reads: until the next call hooks must not change them."""
+        """Record the values that a step reads. Hooks must not change them until the next call."""
         module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
         if graph is not self._graph:
             keys = [key for key in graph.reads if key[1] not in _IGNORED and key not in graph.written_tensors]
@@ -200,30 +202,30 @@ class Overlap:
         """Check that hooks have changed nothing that steps read.
 
         Raises:
-            ConfigurationError: names what has changed.
+            ConfigurationError: a hook has changed something; the message names it.
         """
         self._is_first = False
         changed = next(filter(self._changed, self._held), None)
         if changed is not None:
             raise ConfigurationError(
                 f"with {self.option} a hook of a batch, or a step after the first, has changed '{changed}', which "
-                "training_step reads, when micro-batches of the next batch may have run already. Change it where the "
-                "pipeline drains (on_train_epoch_start, on_validation_epoch_end), let the step work it out of "
-                f"self.global_step, or use {self.instead}"
+                "training_step reads, when micro-batches of the next batch may have run already. Change it in a hook "
+                "before which the pipeline drains (on_train_epoch_start, on_validation_epoch_end), compute it in the "
+                f"step from self.global_step, or use {self.instead}"
             )
 
     def check_trained(self, changed: bool = False) -> None:
         """Check that the same parameters are trained as when the iteration began.
 
         Args:
-            changed: whether it is known that others are.
+            changed: whether the caller has found already that other parameters are trained.
         Raises:
             ConfigurationError: a hook has frozen or unfrozen parameters too late.
         """
         if changed or self._trained != self._trained_now:
             raise ConfigurationError(
-                f"a hook has changed which parameters of {type(self._module).__name__} are trained when "
-                f"micro-batches of the next batch had run already; with {self.option} do so in on_train_epoch_start"
+                f"a hook has changed which parameters of {type(self._module).__name__} are trained after "
+                f"micro-batches of the next batch had run; with {self.option} do so in on_train_epoch_start"
             )
 
     @property
@@ -237,7 +239,7 @@ class Overlap:
         return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())
 
     def _made_view(self) -> Any:
-        """Return a view of the trainer that refuses to tell what is not known yet."""
+        """Return a view of the trainer that raises an error where a value is read that is not final yet."""
         kind = type(self._trainer)
         refused = {
             name: property(self._refuse(f"trainer.{name}", lambda _, name=name: getattr(self._trainer, name)))
@@ -250,11 +252,11 @@ class Overlap:
     def _refuse(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             why = (
-                f"training_step reads {name}, which with {self.option} is not known yet when a part of the step runs, "
-                "while the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
-                f"{self.instead}"
+                f"training_step reads {name}, but with {self.option} a part of the step runs before the previous batch "
+                "has ended, when this value is not known yet; read it in on_train_batch_start or on_train_batch_end, "
+                f"or use {self.instead}"
             )
-            # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
+            # With rolling="auto" nothing runs early during the first iteration, which shows whether the step allows it.
             if self.checked or not self._loop.configuration.may_stop_rolling:
                 raise ConfigurationError(why)
             self._noted = self._noted or why

@@ -1,4 +1,4 @@
-"""The splitter: splits a batch into micro-batches, and weighs each in the mean over the batch."""
+"""Splits batches into micro-batches, and weights each micro-batch in the mean over its batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_avgpipe.strategy.options import SplitBatch
 from lightning_avgpipe.training.replicas import weighing
 from lightning_avgpipe.utils.lightning import RunningStage, rank_zero_warn
 
-_LOOKED_AT = 8  # number of training batches in which ignored targets are looked for
+_LOOKED_AT = 8  # number of training batches that are searched for ignored targets
 
 
 class BatchSplitter:
@@ -30,11 +30,11 @@ class BatchSplitter:
         self._seen: dict[tuple[str, int], Seen] = {}
         self._warned: set[str] = set()
         self._unweighted = _LOOKED_AT
-        self._kept_whole: set[RunningStage | None] = set()  # stages of the trainer whose steps take whole batches only
+        self._kept_whole: set[RunningStage | None] = set()  # stages of the trainer whose steps need whole batches
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """The weight of a micro-batch, if not its samples: a method of the module that takes a batch, or the option."""
+        """What computes a micro-batch's weight: ``loss_weight(batch)`` of the module, or the option; None: its size."""
         own = getattr(self._trainer.lightning_module, "loss_weight", None)
         if inspect.ismethod(own) and next(iter(inspect.signature(own).parameters), None) == "batch":
             return own
@@ -47,7 +47,7 @@ class BatchSplitter:
 
     @property
     def count(self) -> int:
-        """M, the number of micro-batches of a batch with at least as many samples."""
+        """M, the number of micro-batches per batch; a batch of fewer than M samples makes fewer."""
         return (
             1 if self._keeps_whole else self._configuration.options.microbatches(self._cluster.stage_map.given_stages)
         )
@@ -58,7 +58,7 @@ class BatchSplitter:
         return self._configuration.options.num_microbatches == "auto"
 
     def keep_whole(self) -> None:
-        """Stop splitting batches for the step that runs now, which needs whole ones, if M was left to the strategy."""
+        """Stop splitting batches of the running stage, whose step needs whole ones, if M was left to the strategy."""
         self._kept_whole.add(self._running)
 
     @property
@@ -71,11 +71,15 @@ class BatchSplitter:
         return RunningStage.VALIDATING if stage == RunningStage.SANITY_CHECKING else stage
 
     def weighing(self, works: list[list[MicroBatch]]) -> Callable[[], list[list[MicroBatch]]]:
-        """Begin to weigh the micro-batches of an iteration of training over all replicas.
+        """Begin to exchange the weights of a training iteration's micro-batches between replicas.
 
+        Every process calls this method and then the returned function, and may do other work in between.
+
+        Args:
+            works: micro-batches of this group, by pipeline.
         Returns:
-            A function that waits for the weights and returns the micro-batches by pipeline, weighted where losses are
-            computed. Every process calls both, and may do other work in between.
+            A function that waits for the weights and returns the micro-batches by pipeline. They have their weights
+            over all replicas on the processes that compute losses.
         """
         replicas, options = self._cluster.replicas, self._configuration.options
         several = self._cluster.stage_map.replicas > 1
@@ -87,11 +91,11 @@ class BatchSplitter:
         """Split the batches of an iteration into micro-batches.
 
         Args:
-            batches: as they were sent to the other processes.
-            shares: number of pipelines that divide each batch among them.
-            weighs: whether micro-batches are weighed, where the loss is computed.
+            batches: batches of the pipelines, as they were sent to the other processes.
+            shares: number of pipelines among which each batch is divided.
+            weighs: whether micro-batches get weights, on the processes that compute the loss.
         Returns:
-            The micro-batches of each pipeline; fewer pipelines if a batch has too few samples.
+            The micro-batches of each pipeline; of fewer pipelines if a batch has too few samples.
         Raises:
             ConfigurationError: a batch has changed since it was sent.
             BatchError: a batch cannot be split.
@@ -120,14 +124,14 @@ class BatchSplitter:
         return sizes, list(sizes) if self.loss_weight is None else [part.weight for part in parts]
 
     def log_weight(self, part: MicroBatch, parts: Sequence[MicroBatch]) -> float | None:
-        """Return the weight of a micro-batch in the means that it logs; None: its samples, or what the step says."""
+        """Return the weight of a micro-batch in logged means; None: its size, or the ``batch_size`` of ``self.log``."""
         if self.loss_weight is None:
             return None
         several = self._cluster.stage_map.replicas > 1
         return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
 
     def parts(self, batch: Any, shares: int = 1) -> list[MicroBatch]:
-        """Split a batch into micro-batches that are not weighed, M for each of its shares."""
+        """Split a batch into micro-batches without weights, M for each of its shares."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
         count, index = shares * self.count, self._batches.dataloader_idx
         if self.custom_split is not None and not self._keeps_whole:
@@ -168,8 +172,9 @@ class BatchSplitter:
             self._unweighted = 0
             self.warn_once(
                 f"'{name}' of the batch holds ignored targets (-100), and micro-batches have unequal numbers of "
-                "others. A loss that is a mean over targets is then not that of the whole batch, since each "
-                f"micro-batch counts by its samples; loss_weight={name!r} lets it count by its targets"
+                "other targets. If the loss is a mean over targets, the mean over micro-batches differs from the loss "
+                "of the whole batch, since each micro-batch is weighted by its samples; "
+                f"loss_weight={name!r} weights it by its targets"
             )
 
     def warn_once(self, text: str) -> None:

@@ -1,13 +1,13 @@
-"""The batches of training: a queue of bundles, one batch for every pipeline, from the dataloader to the device.
+"""The batches of training: a queue of bundles (one batch for each pipeline) between the dataloader and the device.
 
 ::
 
     dataloader    0  1  2  3  4  5  6          7 batches, N = 3 pipelines
-    iteration    |   0   |   1   | 2|          4 ... of the last bundle only pipeline 0 has a batch
+    iteration    |   0   |   1   | 2|          in the last bundle only pipeline 0 has a batch
     Lightning     0        3       6           sees the batch of pipeline 0, and counts iterations
 
-Bundles are taken in the order in which they were read. One that was read ahead is moved to the device then, and may be
-put back: it stays in the queue, and is moved again when it is its turn.
+Bundles are taken in the order in which they were read. A bundle that is needed early is moved to the device at once.
+It stays in the queue, and may be put back: then it is moved again when its iteration begins.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Bundle:
     """The batches of an iteration.
 
     Attributes:
-        items: batches as read, with their indices.
-        moved: batches on the device; None: they are moved when it is their turn.
+        items: batches as read, each with its index and its dataloader's index.
+        moved: batches on the device; None: they are moved when their iteration begins.
     """
 
     items: list[Any]
@@ -56,14 +56,14 @@ class _Epoch:
 
     Attributes:
         bundles: bundles that were read and not taken.
-        given: number of these bundles that Lightning has; the others were read ahead.
-        returned: batches that are read again, before any other.
-        iterations: number of iterations that Lightning has a batch of.
-        read: number of batches of these iterations.
-        drawn: number of batches that the dataloader has given.
-        began: whether the first batch was asked for.
-        ended: whether the dataloader has no more.
-        latest: the last batch that Lightning was given.
+        given: number of these bundles that Lightning was given a batch of; the others were read ahead.
+        returned: batches that were given back, and are read again before any other.
+        iterations: number of iterations of which Lightning was given a batch.
+        read: number of batches in these iterations.
+        drawn: number of batches that the dataloader has yielded.
+        began: whether Lightning was given a batch in this epoch.
+        ended: whether the dataloader has ended.
+        latest: the last batch that Lightning was given; None if no function looks at batches.
     """
 
     bundles: deque[_Bundle] = field(default_factory=deque)
@@ -77,12 +77,12 @@ class _Epoch:
     latest: Any = None
 
     def give_back(self, items: Iterable[Any]) -> None:
-        """Let these batches be read again, in this order."""
+        """Give batches back, so that they are read again, in this order."""
         self.returned.extendleft(reversed(list(items)))
 
 
 class BundledLoader(CombinedLoader):
-    """Yields the first batch of each bundle; :meth:`take` gives all when their iteration begins.
+    """A loader that yields the first batch of each bundle; :meth:`take` returns all batches of a bundle.
 
     Lightning may read ahead, so bundles are taken in the order in which they were read. Nothing is read beyond a
     bundle, so a dataloader that saves its state is never ahead of the training.
@@ -110,13 +110,13 @@ class BundledLoader(CombinedLoader):
         """Bundle the batches of a loader.
 
         Args:
-            loader: loader that Lightning would use; must not be used otherwise from now on.
+            loader: loader that Lightning would use; it must not be used directly from now on.
             trainer: trainer that is about to fit.
-            count: returns N, which may change between iterations.
-            any_ends: returns whether the epoch ends in any group of processes, given whether it ends here; called where
-                lengths are not known.
-            look: is shown the first batch before any other is read, and may change N; called again before each further
-                bundle until it returns that it has seen enough.
+            count: returns the number of batches in a bundle, which may change between iterations.
+            any_ends: returns whether the epoch ends in any group of processes, given whether it ends here. It is called
+                only if the length of the epoch is unknown; None: there is one group.
+            look: is called with the first batch before any other is read, and may change the size of bundles. It is
+                called before each further bundle, with the batch before, until it returns True; None: nothing looks.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: BundledLoader = object.__new__(kind)
@@ -127,7 +127,7 @@ class BundledLoader(CombinedLoader):
 
     @property
     def _counts_iterations(self) -> bool:
-        """Whether limits are numbers of iterations; else they are numbers of batches."""
+        """Whether Lightning's limits are numbers of iterations; otherwise they are numbers of batches."""
         return isinstance(self._trainer.limit_train_batches, int)
 
     def __iter__(self) -> Any:
@@ -145,7 +145,7 @@ class BundledLoader(CombinedLoader):
     def __next__(self) -> Any:
         epoch = self._epoch
         if not epoch.began:
-            # those that an earlier run has done
+            # iterations of this epoch that an earlier run has completed
             epoch.iterations = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             epoch.read = epoch.drawn = epoch.iterations * self._count()
         if self._look is not None:
@@ -162,7 +162,7 @@ class BundledLoader(CombinedLoader):
         return batch, epoch.iterations - 1, dataloader_idx
 
     def _show(self, look: Callable[[Any], bool]) -> None:
-        """Show a batch to a function that may change N, and complete bundles that were read ahead."""
+        """Show the last batch to ``look``; once it has seen enough, fill the bundles that Lightning has a batch of."""
         epoch = self._epoch
         batch = epoch.latest
         if not epoch.began:
@@ -179,7 +179,7 @@ class BundledLoader(CombinedLoader):
                 epoch.read += len(bundle.items) - before
 
     def relimit(self) -> None:
-        """Adapt the bundle size and the number of batches of an epoch, after N has changed."""
+        """Adapt the bundles that were read ahead, and the limits of the epoch, to a new size of bundles."""
         epoch = self._epoch
         while len(epoch.bundles) > epoch.given:
             epoch.give_back(epoch.bundles.pop().items)
@@ -188,13 +188,14 @@ class BundledLoader(CombinedLoader):
             self._iterator.limits = [epoch.read + iterations * self._count() for iterations in ahead]
 
     def _ends(self, here: bool) -> bool:
+        """Return whether the epoch ends, given whether it ends in this group."""
         if self._any_ends is None or self._most < math.inf:
             return here
         return self._any_ends(here)
 
     @property
     def _most(self) -> float:
-        """The largest number of batches of an epoch, by limits and the dataloader's length; infinite if not known."""
+        """The largest number of batches in an epoch, by limits and the dataloader's length; infinite if unknown."""
         try:
             return super().__len__()
         except (TypeError, NotImplementedError):
@@ -218,7 +219,7 @@ class BundledLoader(CombinedLoader):
             items.append(item)
 
     def _reads(self, number: int) -> bool:
-        """Read until there is a bundle with this number among those that are not taken; return whether there is."""
+        """Read until the bundles that are not taken include this number, from 0; return whether they do."""
         bundles = self._epoch.bundles
         while number >= len(bundles):
             items: list[Any] = []
@@ -229,9 +230,9 @@ class BundledLoader(CombinedLoader):
         return True
 
     def upcoming(self, ahead: int) -> _Bundle | None:
-        """Return the bundle that is so many after the one taken last; None at the end of the data.
+        """Return the bundle that is ``ahead`` bundles after the last one taken; None at the end of the data.
 
-        It is given again in its usual order.
+        It stays in the queue.
         """
         return self._epoch.bundles[ahead - 1] if self._reads(ahead - 1) else None
 
@@ -242,7 +243,7 @@ class BundledLoader(CombinedLoader):
         return bool(bundles) and bundles[0].moved is not None
 
     def put_back(self) -> None:
-        """Let bundles that are on the device be moved again when it is their turn."""
+        """Drop the copies of bundles on the device, so that each bundle is moved again when its iteration begins."""
         for bundle in self._epoch.bundles:
             bundle.moved = None
 
@@ -251,13 +252,13 @@ class BundledLoader(CombinedLoader):
         epoch, count = self._epoch, self._count()
         bundle = epoch.bundles.popleft()
         epoch.given -= 1
-        epoch.give_back(bundle.items[count:])  # read for pipelines that are gone by now
+        epoch.give_back(bundle.items[count:])  # read for pipelines that no longer exist
         epoch.read -= len(bundle.items[count:])
         del bundle.items[count:]
         return bundle
 
     def __len__(self) -> int:
-        """Return the number of iterations of this epoch: those read, and what the rest gives with N as it is now."""
+        """Return the number of iterations of this epoch: those read, and those of the rest with the present N."""
         return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 
@@ -271,9 +272,9 @@ def bundling(
 
     Args:
         trainer: trainer that is about to fit.
-        count: returns N.
+        count: see :meth:`BundledLoader.of`.
         any_ends: see :meth:`BundledLoader.of`.
-        look: returns the ``look`` of :meth:`BundledLoader.of`; called when the dataloader is asked for.
+        look: returns the ``look`` of :meth:`BundledLoader.of`; called when Lightning requests the dataloader.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
@@ -308,7 +309,7 @@ def recount(trainer: pl.Trainer) -> None:
 
 
 def _retotal(bar: ProgressBar) -> None:
-    """Show the number of batches of the running epoch; a bar of another kind reads it by itself."""
+    """Show the new number of batches of the running epoch in a progress bar that has stored the old one."""
     total = bar.total_train_batches
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
         bar.train_progress_bar.total = convert_inf(total)
@@ -330,7 +331,7 @@ class Batches:
         self._cluster = context.cluster
         self._distributor = context.distributor
         self._others: list[Any] = []  # the batches of pipelines 1.. for this iteration
-        self._converts = False  # whether a batch is converted that Lightning's loop does not convert
+        self._converts = False  # whether :meth:`_converted` runs, and not the conversion by Lightning's loop
 
     @property
     def _queue(self) -> BundledLoader | None:
@@ -339,9 +340,14 @@ class Batches:
         return loader if isinstance(loader, BundledLoader) and self._trainer.training else None
 
     def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines.
+        """Return pipeline 0's batch on the device, after its transfer hooks; :meth:`take` returns those of the others.
 
         Every process calls it; the reader sends the batches to the others.
+
+        Args:
+            batch: batch of pipeline 0, as Lightning's loop has converted it.
+            device: target device; None: that of this process.
+            dataloader_idx: index of the batch's dataloader.
         """
         self.dataloader_idx = dataloader_idx
         queue = self._queue
@@ -357,16 +363,16 @@ class Batches:
 
     @property
     def waits_for_its_turn(self) -> bool:
-        """Whether Lightning's loop is about to convert a batch of training that is on the device already."""
+        """Whether Lightning's loop must not convert the next batch of training, which is on the device already."""
         return not self._converts and self._queue is not None and self._queue.is_moved
 
     def next(self, ahead: int) -> list[Any]:
-        """Return the batches of a later iteration of training, on every rank's device; none at the end of the data.
+        """Return the batches of a later iteration of training on this process's device; none at the end of the data.
 
-        :meth:`to_device` gives the same batches again when Lightning's loop comes to them. Every process calls it.
+        :meth:`to_device` returns the same batches when Lightning's loop reaches them. Every process calls it.
 
         Args:
-            ahead: number of iterations until then.
+            ahead: position of the iteration after the current one, from 1.
         """
         loader = self._trainer.fit_loop._combined_loader
         assert isinstance(loader, BundledLoader)
@@ -380,7 +386,7 @@ class Batches:
         return list(bundle.moved)
 
     def put_back(self) -> None:
-        """Drop what was moved to the device ahead of its turn, and move it again then."""
+        """Drop batches that were moved to the device early; they are moved again when their iteration begins."""
         loader = self._trainer.fit_loop._combined_loader
         if isinstance(loader, BundledLoader):
             loader.put_back()
@@ -395,6 +401,7 @@ class Batches:
             self._converts = False
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
+        """Return a batch on the device, after its transfer hooks, which run on the reader only."""
         reads = self._cluster.reads
         if reads:
             module, device = self._trainer.lightning_module, device or self._cluster.device
@@ -405,10 +412,10 @@ class Batches:
         return self._distributor.seal(batch, pipeline)
 
     def take(self, batch: Any) -> list[Any]:
-        """Return all batches of this iteration, given that of pipeline 0; fewer than N at the end of the data."""
+        """Return the batches of all pipelines for this iteration, given pipeline 0's; fewer at the end of the data."""
         others, self._others = self._others, []
         return [batch, *others]
 
     def copied(self, batch: Any) -> Any:
-        """Return a copy on the device, after its transfer hooks, of a training batch as read. All processes call it."""
+        """Return a copy of a training batch, as read, on the device after its transfer hooks. All processes call it."""
         return self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)
