@@ -30,7 +30,7 @@ from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, get_filesystem
 
-# Names that Lightning's own strategies use, so that its tools read these folders, and theirs can be read here.
+# Names that Lightning's own strategies use, so that its tools read these folders, and this package reads theirs.
 _META = "meta.pt"
 _WEIGHTS = "model"
 _WEIGHTS_ELSEWHERE = "state_dict"
@@ -38,18 +38,18 @@ _OPTIMIZER = "optimizer_"
 
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)  # another process has put something there
 
-# Lightning before 2.6 had no option weights_only, and trusted its files.
+# Lightning before 2.6 has no argument weights_only, and loads files as trusted.
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class LocalCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint format, written atomically and read by memory mapping on local file systems.
 
-    On other file systems this class does what Lightning's does. A file is written under another name in the same
-    folder, then renamed in one step, so that an interruption harms nothing. (Lightning writes it into the folder for
-    temporary files; if that is on another file system, the move is a copy over the checkpoint before.) A file is read
-    by mapping it into memory, so that processes which read the same file share it, and what a process does not use is
-    never loaded.
+    On other file systems this class behaves as Lightning's. A file is written under another name in the same folder,
+    and then renamed in one step, so that an interruption leaves the old checkpoint intact. (Lightning writes to the
+    folder for temporary files; if that is on another file system, the move copies over the old checkpoint.) A file is
+    read by mapping it into memory, so processes that read the same file share it, and a process loads only what it
+    uses.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -62,7 +62,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
             _write_file(checkpoint, new, target)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; see Lightning's method. Weights and optimizer states are mapped: copy what is to stay."""
+        """Read a checkpoint; see Lightning's method. Weights and optimizer states are mapped: copy what you keep."""
         target = _present(path)
         if target is None or not zipfile.is_zipfile(target):
             asked = {"weights_only": weights_only} if _ASKS else {}
@@ -70,13 +70,13 @@ class LocalCheckpointIO(TorchCheckpointIO):
         loaded = torch.load(target, map_location=map_location, mmap=True, weights_only=_weights_only(weights_only))
         if not isinstance(loaded, dict):
             return loaded  # type: ignore[no-any-return]
-        # The rest is copied: a map must not outlive the loading, since another process may write into the file.
+        # The rest is copied: a mapping must not outlive the loading, since another process may write to the file.
         kept = {key: value for key, value in loaded.items() if key not in ("state_dict", "optimizer_states")}
         return {**loaded, **pytree.tree_map_only(Tensor, Tensor.clone, kept)}
 
 
 def _weights_only(asked: bool | None) -> bool | None:
-    """Return the argument of ``torch.load``, given what Lightning was asked for; its older versions trust files."""
+    """Return ``weights_only`` for ``torch.load``, given Lightning's argument; its older versions trust files."""
     return asked if _ASKS or asked is not None else False
 
 
@@ -84,14 +84,14 @@ def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
     """Return a CheckpointIO with :class:`LocalCheckpointIO` in place of Lightning's default; others stay as they are.
 
     Args:
-        io: the user's; None: there is none.
-        distributed: whether checkpoints are folders to which all processes add.
+        io: the user's CheckpointIO; None: there is none.
+        distributed: whether checkpoints are folders of shards, to which all processes write.
     Raises:
-        ConfigurationError: the user has chosen another, which ``distributed`` checkpoints would not use.
+        ConfigurationError: checkpoints are distributed, and would not use the CheckpointIO that the user has chosen.
     """
     chosen = LocalCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
     if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
+        io.checkpoint_io = LocalCheckpointIO()  # ignored if the wrapper was built around another one
     if distributed and type(chosen) is not LocalCheckpointIO:
         raise ConfigurationError(
             "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
@@ -110,15 +110,15 @@ def is_sharded(path: Any) -> bool:
 
 
 def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, storage_options: Any) -> None:
-    """Write a checkpoint as a folder to which each process adds what it holds. Every process calls it.
+    """Write a checkpoint as a folder, to which each process writes what it holds. Every process calls it.
 
-    The folder appears in its place when all of it is written. It has the layout of Lightning's FSDPStrategy.
+    The folder appears under its name once it is complete. It has the layout of Lightning's FSDPStrategy.
 
     Args:
         checkpoint: the Trainer's checkpoint; ``state_dict`` and ``optimizer_states`` (keyed by parameter names) hold
-            what this process owns. The rest is taken from rank 0.
-        path: path of the folder; the path on rank 0 is used, and all processes must see it.
-        cluster: the connected processes; None if they have never been connected. The first group writes, since the
+            what this process owns. All other entries are those of rank 0.
+        path: path of the folder. The path on rank 0 is used, and all processes must have access to it.
+        cluster: the connected processes; None if they have never been connected. Only the first group writes, since the
             other groups have the same weights.
         storage_options: must be None.
     Raises:
@@ -148,7 +148,7 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
         if cluster.rank == 0 and any_state:
             shards[f"{_OPTIMIZER}{number}"]["param_groups"] = state["param_groups"]
         elif cluster.rank == 0:
-            rest[f"{_OPTIMIZER}{number}"] = state  # shards leave out what is empty
+            rest[f"{_OPTIMIZER}{number}"] = state  # shards would drop an empty state
     with replacing(target) if cluster.rank == 0 else contextlib.nullcontext() as new:
         folder = cluster.group.broadcast(new)
         assert folder is not None
@@ -158,17 +158,17 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
 
 
 class _Whole:
-    """A value that is read as it is. Otherwise shards would lose empty mappings, and make strings of keys."""
+    """A value that shards store as one object. Otherwise they would drop empty mappings and turn keys into strings."""
 
     def __init__(self, value: Any) -> None:
         self._value = tree.map_tensors(Tensor.cpu, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self._value,)  # which any reader has
+        return copy.copy, (self._value,)  # so that it can be read without this package
 
 
 def _whole(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries of which each that is no tensor is written whole."""
+    """Return the entries, with each value other than a tensor wrapped so that it is stored as one object."""
     return {name: value if isinstance(value, Tensor) else _Whole(value) for name, value in entries.items()}
 
 
@@ -178,12 +178,12 @@ def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:
     def save() -> None:
         try:
             dcp.save(shards, checkpoint_id=folder, process_group=cluster.group.process_group)
-        except dcp.CheckpointException as error:  # names the failures of all processes, to all of them
+        except dcp.CheckpointException as error:  # raised in all processes, with the failures of all
             failures.update((rank, failure) for rank, (failure, _) in error.failures.items())
 
     if cluster.group.world_size == 1:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what we want
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with one process
             save()
     else:
         cluster.group.together("saving a checkpoint", save)
@@ -194,12 +194,12 @@ def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:
 
 
 def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Read a folder of shards, of this or another strategy of Lightning, as one checkpoint on the host.
+    """Read a folder of shards, written by this or another strategy of Lightning, as one checkpoint on the host.
 
     Args:
         path: path of the folder.
-        optimizers: whether to read the optimizers' states, which are most of it.
-        weights_only: argument of ``torch.load``, for what is neither weight nor optimizer state.
+        optimizers: whether to read the optimizers' states, which are the largest part.
+        weights_only: argument of ``torch.load`` for everything but weights and optimizer states.
     """
     folder = _present(path)
     assert folder is not None
@@ -221,9 +221,12 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
 def _write_file(content: Any, path: Path, target: Path) -> None:
     """Save an object to a file, and flush it to the disk.
 
+    Args:
+        content: the object.
+        path: path to write to.
+        target: path that the file will have in the end, for the error message.
     Raises:
-        OSError: writing failed, for example on a full disk; the error names the target, where that of torch.save does
-            not say why.
+        OSError: writing failed, for example on a full disk. The error of torch.save would not give the reason.
     """
     failed: list[OSError] = []
     try:
@@ -240,7 +243,7 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
 
 
 class _Noting:
-    """A file that notes errors of the file system, for a writer that does not pass them on."""
+    """A file that records errors of the file system, since torch.save may hide them behind errors of its own."""
 
     def __init__(self, file: IO[bytes], failed: list[OSError]) -> None:
         self._file = file
@@ -268,12 +271,12 @@ class _Noting:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Within this context write to the path that is returned; it replaces the target unless there is an error.
+    """Yield a path to write to within this context; at its end this path replaces the target, unless there is an error.
 
-    The path is in the same folder. Files are replaced in one step. A folder takes two; should the process end between
-    them, readers find the old folder under another name, see ``_present``. If several processes write to one target,
-    the last one wins: each uses names of its own for what it writes and for what it moves away. What a killed process
-    of this host has left in this folder is removed, or moved back.
+    The path is in the target's folder. A file is replaced in one step. A folder is replaced in two; if the process ends
+    between them, readers find the old folder under another name, see ``_present``. If several processes write to one
+    target, the last one wins: each uses its own names for the new path and for the old one that it moves away. Whatever
+    a killed process of this host has left in the folder is removed, or moved back.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
@@ -287,7 +290,7 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield new
     except BaseException:
-        with contextlib.suppress(OSError):  # the other error says why
+        with contextlib.suppress(OSError):  # the first error is the one to report
             _remove(new)
         raise
     _put(new, target, previous)
@@ -295,7 +298,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def _put(new: Path, target: Path, previous: Path) -> None:
-    """Rename a path to the target, and move what another process has put there meanwhile out of the way."""
+    """Rename ``new`` to the target. Move what is there to ``previous`` first, if one of them is a folder."""
     while True:
         if target.is_dir() or new.is_dir():
             _remove(previous)
@@ -310,7 +313,7 @@ def _put(new: Path, target: Path, previous: Path) -> None:
 
 
 def _is_abandoned(path: Path, host: str) -> bool:
-    """Return whether a path was written, or moved there, by a process of this host that has ended."""
+    """Return whether the process that wrote or moved a path was one of this host, and has ended."""
     found = re.search(rf"\.{re.escape(host)}-(\d+)\.(saving|previous)$", path.name)
     return found is not None and not _is_alive(int(found[1]))
 
@@ -326,7 +329,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _present(path: Any) -> Path | None:
-    """Return the path of a local checkpoint, also if its replacement was interrupted; None for other file systems."""
+    """Return where a local checkpoint is, also if its replacement was interrupted; None for other file systems."""
     target = _local(path)
     if target is None or target.exists():
         return target
@@ -334,7 +337,7 @@ def _present(path: Any) -> Path | None:
 
 
 def _moved_away(target: Path) -> list[Path]:
-    """Return the paths to which processes have moved the target and not yet, or never, put another in its place."""
+    """Return the paths to which processes have moved the target, and that still exist."""
     return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.previous"))
 
 
@@ -352,6 +355,6 @@ def _remove(path: Path) -> None:
 
 
 def _local(path: Any) -> Path | None:
-    """Return a path of this machine's file system; None for other file systems."""
+    """Return a path as one of the local file system; None if it is of another one."""
     file_system = get_filesystem(path)
     return Path(file_system._strip_protocol(str(path))) if isinstance(file_system, LocalFileSystem) else None

@@ -1,4 +1,4 @@
-"""The state of a run in checkpoints: weights, optimizer states, and what Lightning has no key for."""
+"""The state of a run in checkpoints: weights, optimizer states, and what Lightning's format has no key for."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _KEY = "AvgPipeStrategy"  # key of the additions to Lightning's checkpoint
 
 
 class CheckpointState:
-    """The state of a module and its optimizers, and of the run that divides the module while there is one.
+    """The state of a module, of its optimizers, and of the run that divides the module, if there is one.
 
-    Every process calls the methods. An earlier run may have left a part of the module on each process.
+    Every process calls each method. After a run, each process may still have only a part of the module.
 
     Args:
         module: module that has the weights.
@@ -54,9 +54,8 @@ class CheckpointState:
 
     Attributes:
         module: module that has the weights.
-        loaded: weights for a module on meta, which wait until it is known which process needs them; None if there are
-            none.
-        drain: called before weights are read, to drain the pipeline, and to bring what submodules save besides.
+        loaded: weights for a module on meta, kept until it is known which process needs which; None if there are none.
+        drain: called before weights are read, to drain the pipeline and to bring the extra state of submodules.
     """
 
     def __init__(self, module: pl.LightningModule, connection: Connection, configuration: Configuration) -> None:
@@ -70,7 +69,7 @@ class CheckpointState:
         self._is_of_run = False  # whether a run divides the module, or has done so
 
     def begin(self, deployment: Deployment, schedule_control: ScheduleControl | None = None) -> None:
-        """Take the state from a run that divides the module, until :meth:`end`."""
+        """Begin a run that divides the module; until :meth:`end` the state is that of this run."""
         self._deployment, self._schedule_control, self._is_of_run = deployment, schedule_control, True
 
     def end(self) -> None:
@@ -78,9 +77,9 @@ class CheckpointState:
         self._deployment, self.drain = None, noop
 
     def weights(self) -> dict[str, Any]:
-        """Return, on rank 0, the weights of all stages; for a distributed checkpoint this process's own.
+        """Return the weights: on rank 0 those of all stages, or for a distributed checkpoint those of this process.
 
-        With parallel models they are the reference's.
+        With parallel models these are the weights of the reference.
         """
         module, cluster = self.module, self._connection.cluster
         distributed = self._configuration.options.save_distributed_checkpoint
@@ -89,14 +88,22 @@ class CheckpointState:
             return self._deployment.state_dict(whole=not distributed)
         if cluster is None:
             return module.state_dict()
-        # after training each rank has its own stages of a module that began on meta
+        # a module that began on meta stays divided after training
         owner = scattered_owners(module, cluster) if self._is_scattered(cluster) else {}
         if distributed:
             return own_state_dict(module, cluster, owner)
         return full_state_dict(module, cluster, owner) if owner and not cluster.group_number else module.state_dict()
 
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
-        """Write a model of transformers or peft that is in the module, with the weights that checkpoints hold."""
+        """Write a transformers or peft model that is part of the module, with the weights that checkpoints hold.
+
+        Args:
+            model: the model.
+            folder: folder to write to.
+            options: options of the model's own ``save_pretrained``.
+        Raises:
+            ConfigurationError: it is called in a hook that only rank 0 runs.
+        """
         cluster, holdings = self._connection.cluster, None
         if self._connection.is_leading:
             raise ConfigurationError(
@@ -118,18 +125,18 @@ class CheckpointState:
         self._connection.barrier("save_pretrained")
 
     def _is_scattered(self, cluster: Cluster) -> bool:
-        """Return whether a process lacks contents of a part of the module. Every process of the group calls it."""
+        """Return whether any process of the group lacks a part of the module. Every process of the group calls it."""
         if cluster.group.world_size == 1 or self._connection.failed:
             return False
         return cluster.group.count(on_meta(self.module)) > 0
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own."""
+        """Return an optimizer's state: on rank 0 the whole, or for a distributed checkpoint this process's part."""
         inner, cluster = unwrapped(optimizer), self._connection.cluster
         waiting = None if self._deployment is None else self._deployment.holdings.to_load(inner)
         entries = None if waiting is None else waiting["state"]
         if self._configuration.options.save_distributed_checkpoint:
-            if entries is not None and cluster is not None and cluster.rank:  # every process has been given all
+            if entries is not None and cluster is not None and cluster.rank:  # all have the whole state
                 entries = {}
             return named_optimizer_state(inner, self.module, entries)
         if entries is not None:
@@ -141,13 +148,13 @@ class CheckpointState:
         return inner.state_dict() if cluster.group_number else full_optimizer_state(inner, cluster.group)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint from which training can resume what Lightning has no key for: seed, schedule, models.
+        """Add what Lightning has no key for to a checkpoint with optimizer states: seed, schedule, parallel models.
 
         Raises:
-            AbsentValueError: hooks have put weights of other processes into it, which have no numbers.
+            AbsentValueError: the checkpoint contains weights on meta, which hooks have put into it.
         """
         cluster = self._connection.cluster
-        if cluster is None or cluster.world.rank == 0:  # what other ranks have nobody writes
+        if cluster is None or cluster.world.rank == 0:  # only rank 0 writes its checkpoint
             _check_numbers(checkpoint)
         if not self._is_of_run or not checkpoint.get("optimizer_states"):
             return
@@ -160,9 +167,14 @@ class CheckpointState:
         checkpoint[_KEY] = ours
 
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights that this process has, with Lightning's own method; keep those of parameters on meta.
+        """Load weights with Lightning's own method, and keep those of parameters on meta until they have a process.
 
         Parallel models start again from these weights.
+
+        Args:
+            own: Lightning's method.
+            checkpoint: checkpoint with ``state_dict``.
+            strict: whether all names must match.
         """
         if self._deployment is not None:
             self._deployment.parallel.dissolve(average=False)
@@ -178,11 +190,11 @@ class CheckpointState:
     def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states, and what :meth:`complete` has added.
 
-        During a run they stay on the host until it is known which process needs which.
+        For a module on meta the states stay on the host until it is known which process needs which.
         """
         cluster, deployment = self._connection.cluster, self._deployment
         states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
-        # the same on all processes, of which one may have been given all weights
+        # counted over the group, since one process may have all weights while others have them on meta
         if deployment is not None and cluster is not None and cluster.group.count(on_meta(self.module)):
             deployment.holdings.load_later([{**state, "state": _by_number(state)} for state in states])
             states = [{**state, "state": {}} for state in states]
@@ -192,7 +204,7 @@ class CheckpointState:
                 move_state(optimizer, cluster.device)
         if deployment is None:
             return
-        deployment.holdings.load_if_placed()  # in the midst of training, as a search of learning rates ends
+        deployment.holdings.load_if_placed()  # the module is divided already, as after a search for a learning rate
         ours = checkpoint.get(_KEY, {})
         self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:
@@ -200,7 +212,7 @@ class CheckpointState:
         deployment.parallel.saved = ours.get("ensemble", {})
 
     def take_origin(self, cluster: Cluster, seed: int) -> Origin | None:
-        """Return the origin of the contents of parameters and buffers on meta; None if there are none.
+        """Return the source of the contents of parameters and buffers on meta; None if nothing is on meta.
 
         Args:
             cluster: the connected processes.
@@ -214,7 +226,7 @@ class CheckpointState:
         return origin
 
     def fill(self) -> None:
-        """Give everything on meta its contents, in a run of one process."""
+        """Materialize everything that is on meta, in a run of one process."""
         module, cluster = self.module, self._connection.cluster
         if cluster is not None and on_meta(module):
             gather = OnDemandGather(module, cluster, self.take_origin(cluster, torch.initial_seed()))
@@ -222,9 +234,9 @@ class CheckpointState:
 
 
 def _keeping_what_arrives(module: nn.Module, loaded: dict[str, Any]) -> AbstractContextManager[None]:
-    """Return a context within which what modules load into tensors on meta replaces entries of ``loaded``.
+    """Return a context in which values that modules load into tensors on meta replace the entries in ``loaded``.
 
-    Hooks, and methods that modules override, may have renamed or converted it since it was read.
+    Hooks and overridden methods of modules may rename or convert entries, so the entries of the file are not enough.
     """
     paths = {id(submodule): path for path, submodule in module.named_modules()}
     load, visited = nn.Module._load_from_state_dict, set[int]()
@@ -234,7 +246,7 @@ def _keeping_what_arrives(module: nn.Module, loaded: dict[str, Any]) -> Abstract
         for leaf, tensor in (*self._parameters.items(), *self._buffers.items()):
             if tensor is not None and tensor.is_meta and id(self) in paths:
                 name = joined(paths[id(self)], leaf)
-                if id(self) not in visited:  # it may come once more under another name
+                if id(self) not in visited:  # a shared module is loaded once for each of its names
                     loaded.pop(name, None)
                 if prefix + leaf in state_dict:
                     loaded[name] = state_dict[prefix + leaf]
@@ -244,24 +256,24 @@ def _keeping_what_arrives(module: nn.Module, loaded: dict[str, Any]) -> Abstract
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the states of an optimizer's parameters by their numbers; distributed checkpoints have their names."""
+    """Return the states of an optimizer's parameters, keyed by number; distributed checkpoints are keyed by name."""
     names = (name for group in state["param_groups"] for name in group["params"])
     number = {name: i for i, name in enumerate(names)}
     return {number.get(name, name): entry for name, entry in state["state"].items()}
 
 
 def _check_numbers(checkpoint: Mapping[str, Any]) -> None:
-    """Check that all tensors of a checkpoint have numbers, also those that callbacks and hooks have put into it."""
+    """Check that no tensor of a checkpoint is on meta; raise an AbsentValueError otherwise."""
     for name, leaf in tree.flatten_with_names(checkpoint)[0]:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             continue
         if name.startswith("['state_dict']"):
             raise AbsentValueError(
-                f"the checkpoint has {name} without numbers: no process has any, or state_dict() of the module gives a "
-                "weight of another stage a name that is not its own"
+                f"the checkpoint has {name} without numbers: either no process has them, or the module's state_dict() "
+                "gives a weight of another stage a name other than its own"
             )
         raise AbsentValueError(
             f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose numbers "
             "this process does not have. Average weights with Lightning's EMAWeightAveraging or WeightAveraging, which "
-            "know all stages, or keep copies of weights as submodules or buffers of the LightningModule"
+            "support stages, or keep copies of weights as submodules or buffers of the LightningModule"
         )

@@ -1,4 +1,4 @@
-"""Checks before training starts: each error says what was found, what is needed, and what to do."""
+"""Checks of options, module and trainer: each error says what was found, what is needed, and what to do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
-    """Check that batches of this run may overlap, if weight versions or rolling pipelines are asked for."""
+    """Check that batches of this run may overlap, if an option asks for weight versions or rolling pipelines."""
     versions = not given.policy.drains
     single = given.num_pipelines == 1 and run.num_groups == 1 and not run.tuned
     if not versions and (given.averaging.rolling is not True or single):
@@ -82,6 +82,7 @@ def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
 
 
 def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str, use: str) -> None:
+    """Check the requirements of weight versions; ``option`` and ``use`` are parts of the error messages."""
     accumulators = [c for c in running.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     if running.accumulate_grad_batches > 1 or any(c.going_to_accumulate_grad_batches() for c in accumulators):
         raise ConfigurationError(
@@ -96,10 +97,11 @@ def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str,
 
 
 def _rolling(running: pl.Trainer, use: str) -> None:
+    """Check the requirements of rolling pipelines; ``use`` is a part of the error message."""
     for owner, name in users_hooks(running, ("on_before_zero_grad", "optimizer_zero_grad")):
         raise ConfigurationError(
-            f"Averaging(rolling=True) and {type(owner).__name__}.{name}: by then gradients of the next batch may have "
-            f"taken the place of those that it would see; use on_before_optimizer_step, {use}"
+            f"Averaging(rolling=True) and {type(owner).__name__}.{name}: when it is called, the gradients may be those "
+            f"of the next batch; use on_before_optimizer_step, {use}"
         )
 
 
@@ -117,7 +119,7 @@ def sharding(given: Options, run: Facts) -> None:
 
 
 def processes(num_stages: int, layout: DeviceLayout) -> None:
-    """Check that stages, replicas and groups take all processes, with the same number of stages on each device."""
+    """Check that stages, replicas and groups use all processes, with the same number of stages on each device."""
     world_size, each = layout.world_size, layout.devices_of_replica
     copies = layout.replicas * layout.models
     size = sum(layout.stage_replicas) or min(num_stages, each)
@@ -142,7 +144,7 @@ def processes(num_stages: int, layout: DeviceLayout) -> None:
 def backend(name: str, device: torch.device) -> None:
     """Check that this build of torch has a backend for torch.distributed.
 
-    Otherwise the error of connecting would blame the address.
+    Without this check the processes would fail to connect, with an error about the address.
     """
     for part in name.split(","):
         wanted = part.rpartition(":")[2]
@@ -155,11 +157,11 @@ def backend(name: str, device: torch.device) -> None:
 
 
 def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:
-    """Check that no option asks a module whose steps run whole for what such steps cannot do.
+    """Check that no option is set that is impossible for a module whose steps run whole.
 
     Args:
         model: the module.
-        why: why its steps run whole.
+        why: why its steps run whole, as the rest of a sentence about the module.
         given: options of the strategy.
         num_groups: number of groups of processes.
     """
@@ -188,10 +190,10 @@ def contents(model: pl.LightningModule) -> None:
     distributed = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]  # DTensors
     if distributed:
         raise ConfigurationError(
-            f"'{distributed[0]}' of {type(model).__name__} is a DTensor, a part of which each process of a mesh has; "
+            f"'{distributed[0]}' of {type(model).__name__} is a DTensor, of which each process of a mesh has a part; "
             "stages hold whole tensors, and move them. Leave fully_shard, parallelize_module or distribute_tensor out: "
-            "more stages divide a model among more processes, and replicas=2 with shard='optimizer' divides what "
-            "optimizers keep"
+            "more stages divide a model among more processes, and replicas=2 with shard='optimizer' divides optimizer "
+            "states"
         )
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
@@ -210,7 +212,7 @@ def optimizers(
     Args:
         model: the module.
         found: the optimizers.
-        sharded: whether replicas divide their states.
+        sharded: whether replicas divide the optimizer states.
         divided: whether several processes divide the parameters.
         gathered: whether checkpoints gather states of several processes or models.
     """
@@ -222,7 +224,7 @@ def optimizers(
             )
         if sharded or divided:
             check_separable(optimizer, sharded)
-        # Lightning's stand-in for no optimizer has no groups
+        # Lightning's placeholder for "no optimizer" has no parameter groups, and nothing to save
         saved = [*optimizer.state_dict()] if gathered and optimizer.param_groups else ["state", "param_groups"]
         if not {"state", "param_groups"}.issubset(saved):
             raise ConfigurationError(
@@ -233,7 +235,10 @@ def optimizers(
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:
-    """Check that a schedule fits the stages and the processes that host them; try a user's function for each M."""
+    """Check that a schedule fits the stages, and the ``hosts`` processes that host them.
+
+    If it is a function of the user, it is tried with each possible number of micro-batches.
+    """
     try:
         if not isinstance(given.schedule, str):
             for count in range(1, given.microbatches(num_stages) + 1):  # the last batch may be small
@@ -245,7 +250,7 @@ def schedule(given: Options, num_stages: int, hosts: int) -> None:
 
 
 def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
-    """Check that the processes of a group can host another number of stages evenly, while training goes on.
+    """Check that the processes of a group can each host the same number of stages after a change during training.
 
     Args:
         wanted: new number of stages.
@@ -267,20 +272,25 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
 
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
-    """Check the number of split points; raise a PartitionError for those that name no submodule."""
+    """Check the number of split points, and that each names a submodule.
+
+    Raises:
+        ConfigurationError: the number of split points does not fit the number of stages.
+        PartitionError: a split point names no submodule.
+    """
     if names is not None:
         combinations.num_split_points(names, num_stages)
         Divisible(module).split((), names)
 
 
 def one_run(cluster: Cluster | None, module: pl.LightningModule) -> None:
-    """Check that no run of the trainer on several processes has begun that has not ended.
+    """Check that no run of the trainer is still in progress on several processes.
 
     Args:
         cluster: the processes of the last run; None before the first one.
         module: the module that a new run is about to train or to evaluate.
     Raises:
-        ConfigurationError: the trainer runs already, so that a hook has called one of its methods.
+        ConfigurationError: a run is in progress, so a hook must have called a method of the trainer.
     """
     if cluster is not None and cluster.is_open and cluster.world.world_size > 1:
         function = module.trainer.state.fn
@@ -301,7 +311,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_te
         num_pipelines: number of parallel models of each group of processes.
         num_teams: number of groups of processes that train models of their own; replicas count as one.
     Raises:
-        ConfigurationError: an option or a callback that is not supported.
+        ConfigurationError: an option or a callback is not supported.
     """
     several, parallel = world_size > 1, num_pipelines > 1
     models = f"num_pipelines={num_pipelines} trains parallel ones"
@@ -355,7 +365,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_te
         )
 
 
-_IN_ONE_ORDER = ("advance_forward", "1f1b", "afab")
+_IN_ONE_ORDER = ("advance_forward", "1f1b", "afab")  # schedules in which the order of a stage's actions is fixed
 
 
 def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> None:
@@ -367,8 +377,8 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
         raise ConfigurationError("sync_batchnorm=True is for replicas; a stage sees the whole batch: remove it")
     if type(layer_sync).__name__ != "TorchSyncBatchNorm":  # of either package
         raise ConfigurationError(
-            f"the plugin {type(layer_sync).__name__} replaces layers by others, which replicas of stages know nothing "
-            "of; remove it, or use sync_batchnorm=True"
+            f"the plugin {type(layer_sync).__name__} replaces layers in a way that replicas of stages do not support; "
+            "remove it, or use sync_batchnorm=True"
         )
     shares = [rank for rank in range(stage_map.group_size) if len(stage_map.stages(rank)) > 1]
     scripted = [name for name, m in running.lightning_module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
@@ -390,11 +400,13 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
 
 
 def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]) -> None:
-    """Check that all ranks have loaded the same checkpoint, or none, and were given the same options and callbacks.
+    """Check that all ranks have loaded the same checkpoint, or none, and have the same options and hooks.
 
     Args:
-        found: path of the checkpoint, empty if none was loaded, options by name, and names of the user's hooks, on each
-            rank.
+        found: for each rank the path of the loaded checkpoint (empty: none), the options by name, and the names of the
+            user's hooks.
+    Raises:
+        ConfigurationError: something differs; the message names the rank and both values.
     """
     first, options, hooks = found[0]
     for rank, (path, given, others) in enumerate(found):
@@ -412,8 +424,8 @@ def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]
         counted, there = Counter(hooks), Counter(others)
         for hook in (*(counted - there), *(there - counted)):
             raise ConfigurationError(
-                f"rank 0 has {counted[hook] or 'no'} {hook}, rank {rank} {there[hook] or 'none'}, but processes decide "
-                "by hooks what they tell each other; give the callback to all processes, and look at "
+                f"rank 0 has {counted[hook] or 'no'} {hook}, rank {rank} {there[hook] or 'none'}, but which messages "
+                "processes exchange depends on their hooks; give the callback to all processes, and check "
                 "trainer.is_global_zero inside it"
             )
 
@@ -432,7 +444,7 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
         cluster: the connected processes.
         run: facts about the run.
     Raises:
-        ConfigurationError: batches are to overlap by some option, and cannot.
+        ConfigurationError: an option asks for overlapping batches, which is not possible in this run.
     """
     rolling = given.averaging.rolling
     if rolling != "auto":
@@ -441,7 +453,7 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
     overlapping(running, given.rolling_as(False), run)
     found = ""
     try:
-        # even if there is one pipeline now, there may be several later
+        # there may be several pipelines later, even if there is one now
         wanted = replace(given.rolling_as(True), num_pipelines=max(2, given.num_pipelines))
         overlapping(running, wanted, run)
     except ConfigurationError as error:
@@ -450,10 +462,10 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
 
 
 def is_rolling_refused(found: str, cluster: Cluster) -> bool:
-    """Return whether pipelines do not roll with ``Averaging(rolling="auto")``, and log why. Every process calls it.
+    """Return whether any process has a reason against rolling with ``rolling="auto"``, and log it. All call it.
 
     Args:
-        found: reason against rolling in this process; empty: there is none.
+        found: this process's reason against rolling; empty: there is none.
         cluster: the connected processes.
     """
     why = next(filter(None, cluster.world.exchange_objects(found)), "")
@@ -466,15 +478,15 @@ def is_rolling_refused(found: str, cluster: Cluster) -> bool:
 
 
 def check_changes(changes: Mapping[str, Any], configuration: Configuration, strategy: AvgPipeStrategy) -> None:
-    """Check that changes can be made.
+    """Check that the options can be changed while training runs.
 
     Args:
-        changes: option -> value; None: the option stays as it is.
+        changes: new values by option; None: the option stays as it is.
         configuration: the strategy's options as they are now.
-        strategy: strategy that is asked.
+        strategy: strategy whose options change.
     Raises:
-        ConfigurationError: a change that cannot be made.
-        PartitionError: a split point that is not a submodule.
+        ConfigurationError: a change is not possible.
+        PartitionError: a split point is not a submodule.
     """
     now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
     layout, num_stages = strategy.device_layout, strategy.num_stages

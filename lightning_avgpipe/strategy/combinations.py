@@ -1,4 +1,4 @@
-"""Checks of combinations of options: which do not go together, why, and what to do instead."""
+"""Checks of combinations of options: which exclude each other, why, and what to do instead."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
 
 
-# Rules that packages in ``systems`` bring along: each raises a ConfigurationError for options that do not go together.
+# Rules of the packages in ``systems``: each raises a ConfigurationError for options that exclude each other.
 RULES: list[Callable[[Options], None]] = []
 
 
 def options(given: Options) -> None:
-    """Check the strategy's own arguments against each other, as far as no trainer is needed."""
+    """Check the strategy's own arguments against each other, as far as this is possible without a trainer."""
     if given.split_points is not None and given.num_stages != "auto":
         num_split_points(given.split_points, given.num_stages)
     if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
@@ -48,8 +48,8 @@ def options(given: Options) -> None:
         _sharded(given)
     if given.loss_weight is not None and given.loss_reduction == "sum":
         raise ConfigurationError(
-            "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
-            "one of them out"
+            "loss_weight gives the weights of micro-batches in a mean, but loss_reduction='sum' adds up their losses; "
+            "leave one of them out"
         )
     if given.compile is not False:
         _compiled(given)
@@ -72,7 +72,7 @@ def options(given: Options) -> None:
 
 
 def num_split_points(names: Sequence[str], num_stages: int) -> None:
-    """Check that there is a split point for each stage but the first."""
+    """Check that there is one split point for each stage except the first."""
     if len(names) != num_stages - 1:
         raise ConfigurationError(
             f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
@@ -103,13 +103,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class _Idle:
-    """Options that have no effect in some runs, or another effect than their user may expect.
+    """Options that have no effect in some runs, or an effect that the user may not expect.
 
     Attributes:
-        defaults: name -> value that asks for nothing, besides "auto".
-        when: whether the options have no effect in a run.
-        why: message that says why.
-        instead: message that says what to do.
+        defaults: for each option the value, besides "auto", for which there is nothing to warn of.
+        when: returns whether this applies to a run.
+        why: part of the message that says why.
+        instead: part of the message that says what to do.
     """
 
     defaults: Mapping[str, Any]
@@ -118,7 +118,7 @@ class _Idle:
     instead: str
 
 
-_MEANT_AS_GIGABYTES = 1024  # bytes: no stage fits into so few
+_MEANT_AS_GIGABYTES = 1024  # a memory limit of at most so many bytes was probably meant as gigabytes
 
 _IDLE = (
     _Idle(
@@ -170,14 +170,14 @@ _IDLE = (
     _Idle(
         {"memory_limit": None},
         lambda given, run: 1 < parse_limit(given.memory_limit) <= _MEANT_AS_GIGABYTES,
-        "is a number of bytes, as each above 1 is, and no stage fits into so few",
+        "is a number of bytes, as is every number above 1, and no stage fits into so few",
         "Use a size such as '10GB'",
     ),
 )  # fmt: skip
 
 
 def without_effect(given: Options, run: Facts) -> None:
-    """Warn of options that have no effect in a run of training, or another effect than their user may expect."""
+    """Warn of options that have no effect in a run of training, or an effect that the user may not expect."""
     for idle in _IDLE:
         values = {name: attrgetter(name)(given) for name in idle.defaults}
         found = [name for name, value in values.items() if value not in (idle.defaults[name], "auto")]
@@ -186,12 +186,13 @@ def without_effect(given: Options, run: Facts) -> None:
 
 
 def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Callable[[str, str], str]) -> None:
-    """Refuse the first option that is set as it must not be.
+    """Raise a ConfigurationError for the first option that must be refused.
 
     Args:
         given: all options.
-        refused: name of an option, dotted if it is nested -> whether it is to be refused, and the reason or the need.
-        message: makes the error message, given the option with its value, and the reason or the need.
+        refused: for each option (with a dotted name if it is nested) whether it is refused, and the reason or what is
+            needed instead.
+        message: returns the error message, given the option as the user would write it, and that reason or need.
     """
     for name, (is_set, why) in refused.items():
         if is_set:
@@ -199,7 +200,7 @@ def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Cal
 
 
 def _said(given: Options, *names: str) -> str:
-    """Return options with their values, as one would write them; a name may be dotted: ``averaging.rolling``."""
+    """Return options with their values, as the user would write them; names may be dotted (``averaging.rolling``)."""
     said: dict[str, list[str]] = {}
     for name in names:
         option, _, inner = name.partition(".")
@@ -212,7 +213,7 @@ def _said(given: Options, *names: str) -> str:
 
 
 def _compiled(given: Options) -> None:
-    """Check that nothing needs units that are not compiled, and that torch.compile takes the arguments."""
+    """Check that no option needs units that are not compiled, and that torch.compile accepts the arguments."""
     refused = {
         "verify": (given.verifies, "a plain step is not compiled; verify once without compile, then leave it out"),
     }
@@ -233,7 +234,7 @@ def _compiled(given: Options) -> None:
 
 
 def _without_barrier(given: Options) -> None:
-    """Refuse options for which rolling parallel models would have to wait for each other."""
+    """Refuse options that would make rolling parallel models wait for each other."""
     refused = {
         "averaging.outer_optimizer": (
             given.averaging.outer_optimizer is not None,
@@ -250,6 +251,7 @@ def _without_barrier(given: Options) -> None:
 
 
 def _stage_replicas(given: Options) -> None:
+    """Refuse options that exclude replicas of single stages."""
     counts: Any = list(given.stage_replicas) or "auto"
     if counts != "auto" and given.num_stages not in ("auto", len(counts)):
         raise ConfigurationError(
@@ -275,6 +277,7 @@ def _stage_replicas(given: Options) -> None:
 
 
 def _sharded(given: Options) -> None:
+    """Refuse options that exclude dividing optimizer states among replicas."""
     refused = {
         "replicas": (given.replicas in (1, [1]), "replicas, which share the states; use replicas=2, say"),
         "num_pipelines": (given.num_pipelines > 1, "one pipeline; use num_pipelines=1"),

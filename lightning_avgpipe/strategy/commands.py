@@ -1,4 +1,4 @@
-"""What the commands ``verify`` and ``advise``, which run a training script as it is, want from a run of the trainer."""
+"""The strategy's side of the commands ``verify`` and ``advise``, which run an unchanged training script."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from lightning_avgpipe.utils.lightning import Callback, _TunerExitException, pl,
 from lightning_avgpipe.utils.script import asked_by
 from lightning_avgpipe.verify import Subject, Verifier
 
-_STEPS = 2  # optimizer steps that are verified, if nothing else is asked for
+_STEPS = 2  # optimizer steps that are verified by default
 
 Verify = bool | int | Literal["auto"]
 
 
 def verifier(subject: Subject, verify: Verify) -> Verifier | None:
-    """Return a verifier for a run of the trainer that fits; None if no verification is wanted."""
+    """Return a verifier for a training run; None if neither a command nor the option asks for verification.
+
+    Args:
+        subject: what is compared with plain training.
+        verify: the strategy's option.
+    """
     command = asked_by("verify")
     if command is not None:
         return Verifier(subject, command["steps"], True, _end(subject.cluster, command["report"]))
@@ -33,7 +38,7 @@ def verifier(subject: Subject, verify: Verify) -> Verifier | None:
 
 
 def begin_script(trainer: pl.Trainer) -> None:
-    """Let a run that a command wants write no configuration, as LightningCLI does, which refuses to replace one."""
+    """Prepare a trainer for a command: LightningCLI must not save its configuration, which it refuses to overwrite."""
     if asked_by("verify") is not None or asked_by("advise") is not None:
         trainer.callbacks = [  # type: ignore[attr-defined]
             callback
@@ -41,11 +46,11 @@ def begin_script(trainer: pl.Trainer) -> None:
             if all(kind.__name__ != "SaveConfigCallback" for kind in type(callback).__mro__)
         ]
     if wants_plans_only():
-        trainer.num_sanity_val_steps = 0  # which need the weights
+        trainer.num_sanity_val_steps = 0  # validation would need the weights
 
 
 def nothing_to_verify(verify: Verify) -> None:
-    """Report that a run with one stage and one micro-batch has nothing to compare."""
+    """Report, if verification is asked for, that a run with one stage and one micro-batch has nothing to compare."""
     text = "verify: there is nothing to compare, since here steps run whole, in one process, as with strategy='auto'"
     if _wants_verification(verify):
         rank_zero_info(text)
@@ -54,8 +59,11 @@ def nothing_to_verify(verify: Verify) -> None:
 
 
 def refuse_to_verify(verify: Verify, reason: str) -> None:
-    """Raise if a verification is asked for that is not possible.
+    """Refuse verification in a run in which it is not possible.
 
+    Args:
+        verify: the strategy's option.
+        reason: why verification is not possible.
     Raises:
         ConfigurationError: verification is asked for.
     """
@@ -74,13 +82,13 @@ def _end(cluster: Cluster, report: str) -> Callable[[str], None]:
         if cluster.world.rank == 0 and text:
             Path(report).write_text(text)
         cluster.world.barrier("the end of a command")
-        raise _TunerExitException  # Lightning ends the run as if it were done
+        raise _TunerExitException  # Lightning ends the run as if it had completed
 
     return end
 
 
 def advise(trainer: pl.Trainer, cluster: Cluster) -> None:
-    """Let a run end with its first batch of training, with advice, if the command asks for it."""
+    """If the command ``advise`` runs the script, add a callback that gives advice and ends the run after one batch."""
     command = asked_by("advise")
     if command is not None:
         advisor = Advisor(command["devices"], command["megabits"], _end(cluster, command["report"]))
@@ -88,24 +96,24 @@ def advise(trainer: pl.Trainer, cluster: Cluster) -> None:
 
 
 def wants_plans_only() -> bool:
-    """Return whether a command asks for the memory of stages only, so that nothing trains."""
+    """Return whether a command asks only for the memory of stages, so that nothing trains."""
     command = asked_by("advise")
     return command is not None and bool(command["meta"])
 
 
 def advisor_of(trainer: pl.Trainer) -> Advisor | None:
-    """Return what is to be told the first batch of training before it trains; None if nothing is."""
+    """Return the callback that needs the first batch before it trains, to advise on memory; None if there is none."""
     found = (callback for callback in trainer.callbacks if isinstance(callback, Advisor))  # type: ignore[attr-defined]
     return next(found, None) if wants_plans_only() else None
 
 
 class Advisor(Callback):
-    """A callback that gives advice after the first batch of training, or on memory before it.
+    """A callback that gives advice on speed after the first batch of training, or on memory before it.
 
     Args:
-        devices: numbers of devices to predict for.
+        devices: numbers of devices for which to predict.
         megabits: rates of the links between devices, in megabits per second.
-        end: takes the advice, empty if there is none, and ends the run.
+        end: called with the advice, empty if there is none; ends the run.
 
     Attributes:
         done: whether the advice has been given.
@@ -126,7 +134,7 @@ class Advisor(Callback):
     def advise_on_memory(
         self, deployment: Deployment, examples: Examples, num_microbatches: int, samples: int, models: int
     ) -> None:
-        """Give the memory of stages, and end the run, unless the step skips all examples.
+        """Report the memory of stages and end the run, unless the step returns None for all examples.
 
         Args:
             deployment: deployment without a plan.
@@ -143,7 +151,7 @@ class Advisor(Callback):
 
 
 def end_script(trainer: pl.Trainer, verifier: Verifier | None) -> None:
-    """End the script after the run that a command wanted."""
+    """Exit the script after the run that a command needs: a successful verification, or advice."""
     verified = asked_by("verify") is not None and verifier is not None and verifier.succeeded
     if verified or any(isinstance(c, Advisor) and c.done for c in trainer.callbacks):  # type: ignore[attr-defined]
         raise SystemExit(0)

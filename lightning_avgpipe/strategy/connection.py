@@ -1,13 +1,13 @@
 """The connection of the strategy's processes, from the set-up of the environment to teardown.
 
-All processes end together, after an exception or a signal. Processes with the same place in all groups are
+After an exception or a signal all processes end together. Processes with the same place in each group are
 data-parallel peers, for ``self.all_gather``, ``strategy.reduce`` and ``self.log(sync_dist=True)``::
 
     group 0     rank 1     rank 0        trains on samples 0 2 4 ..
     group 1     rank 3     rank 2        trains on samples 1 3 5 ..
                 peers      peers
 
-Groups train parallel models, or are replicas. Processes of one group work on the same batch, so they are no peers.
+Groups train parallel models, or are replicas. Processes of one group work on the same batch, so they are not peers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
 
-_GRACE = timedelta(seconds=60)  # our own waits end before those of connections: their errors name stage and action
+# Connections have a longer timeout than our own waits, whose errors name the stage and the action.
+_GRACE = timedelta(seconds=60)
 
 
 class Connection:
@@ -69,8 +70,9 @@ class Connection:
         cluster: the processes and their channels; None before :meth:`arrange`, and after a failure.
         layout: layout of all processes on devices; None before :meth:`arrange`.
         failed: whether the last run has ended with an error, here or in another process.
-        noted: requests from outside to this process in this run, such as a signal to stop.
-        is_leading: whether a hook runs here that only rank 0 of each group runs, so that others call nothing meanwhile.
+        noted: requests to this process in this run from outside, such as a signal to stop.
+        is_leading: whether a hook is running that only rank 0 of each group runs, so that the other processes of the
+            group take part in no collective.
     """
 
     def __init__(self, backend: str | None) -> None:
@@ -88,7 +90,7 @@ class Connection:
     def arrange(
         self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options
     ) -> Cluster:
-        """Make the cluster, unless there is one with the same groups of processes.
+        """Create the cluster, or rearrange the present one if it has the same groups of processes.
 
         Args:
             num_stages: K.
@@ -108,13 +110,13 @@ class Connection:
             if several and options.links.reader == "first":
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
             if several:
-                gc.collect()  # an unused trainer is a reference cycle, and holds its connections until it is collected
+                gc.collect()  # an unused trainer is a reference cycle, and keeps its connections open until collected
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             shared_memory = options.links.shared_memory
             network = ProcessGroups(rank, device, options.timeout + _GRACE, between, shared_memory)
             process = Process(rank, device, options.timeout.total_seconds(), network, parent.deaths)
             self.cluster = Cluster(stage_map, process)
-        else:  # a plan of the last run may have placed stages elsewhere
+        else:  # the last run's plan may have placed stages differently
             self.cluster.rearrange(replace(stage_map, reader=self.cluster.stage_map.reader))
         return self.cluster
 
@@ -125,7 +127,7 @@ class Connection:
             environment: environment through which processes find each other.
             options: options of the strategy.
         Raises:
-            PeerError: a process does not come within the timeout, or ends meanwhile.
+            PeerError: a process does not connect within the timeout, or ends meanwhile.
         """
         assert self.cluster is not None
         rank, size = self.cluster.world.rank, self.cluster.world.world_size
@@ -138,31 +140,31 @@ class Connection:
             # control messages travel on the host, whatever connects the devices
             all_devices = self.backend if options.averaging.processes_per_device == 1 else "gloo"
             both = self.backend if connects_hosts(self.backend) else backends("gloo", all_devices, self.cluster.device)
-            # if torch has a group of all processes, Lightning leaves it as it is
+            # if torch.distributed is initialized already, Lightning leaves it as it is
             meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
             is_made_here = not dist.is_initialized()
             self.cluster.open(store, meet, "torchrun's agent" if launch.has_agent() else None)
-        if is_made_here and not port_of(self.cluster.device).is_host:  # Lightning does it for "nccl" alone
+        if is_made_here and not port_of(self.cluster.device).is_host:  # Lightning does so only for exactly "nccl"
             atexit.register(_destroy_dist_connection)
         self.cluster.control.when_agreed(self._hears)
-        for request in tuple(self.noted):  # while other connections were open, or none
+        for request in tuple(self.noted):  # noted before these connections were open
             self.cluster.watch.request(request)
 
     def note(self, request: str) -> None:
-        """Note a request to this process. A signal handler may call it: nothing here waits."""
+        """Note a request to this process, which the watch passes on. It never waits, since signal handlers call it."""
         self.noted.add(request)
         if self.cluster is not None:
             self.cluster.watch.request(request)
 
     def agreed(self, request: str) -> bool:
-        """Return whether all processes know by now of a request that some of them were given."""
+        """Return whether all processes know of a request that any of them has noted."""
         if self.cluster is None or self.cluster.world.world_size == 1:
             return request in self.noted
         return self.cluster.control.agreed(request)
 
     @contextlib.contextmanager
     def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
-        """Within this context, a run, a function is told of each request that all processes have agreed on."""
+        """Within this context, a run, call a function with each request once all processes know of it."""
         self.noted, self._hears = set(), hears
         try:
             yield
@@ -170,7 +172,7 @@ class Connection:
             self._hears = noop
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the other processes that this one ends, unless all have agreed to end here."""
+        """Report an exception that ends this process to the others, unless it is the stop that all agreed on."""
         if self.cluster is None or (isinstance(exception, SIGTERMException) and self.agreed(STOP)):
             return
         self.failed = True
@@ -183,7 +185,7 @@ class Connection:
             self.cluster.close(self.failed)
         if self.failed:
             self.cluster = None
-            atexit.unregister(_destroy_dist_connection)  # it would wait for processes that have gone
+            atexit.unregister(_destroy_dist_connection)  # it would wait for processes that no longer exist
 
     def barrier(self, name: str | None) -> None:
         """Wait for all processes, if they are connected."""
@@ -191,11 +193,11 @@ class Connection:
             processes.barrier(f"the barrier '{name}'" if name else "a barrier")
 
     def broadcast(self, item: T, source: int) -> T:
-        """Return the source's item on every process, if they are connected; else the own item."""
+        """Return the source's item on every process; without connected processes, return the given item."""
         return item if (processes := self._processes) is None else processes.broadcast(item, source)
 
     def decide(self, decision: bool, unanimously: bool) -> bool:
-        """Return whether all processes, or any, decided so."""
+        """Return whether all processes (``unanimously``), or any of them, decided for something."""
         processes = self._processes
         if processes is None:
             return decision
@@ -204,7 +206,7 @@ class Connection:
 
     @property
     def _processes(self) -> Collectives | None:
-        """The processes that call what this one calls now; None: they are not connected."""
+        """The processes that take part in a collective now; None if they are not connected."""
         if self.cluster is None or self.failed:
             return None
         return self.cluster.leaders if self.is_leading else self.cluster.world
@@ -215,18 +217,18 @@ class Connection:
 
 @contextlib.contextmanager
 def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
-    """Within this context, the whole run of a trainer, signals are obeyed between batches, by all processes together.
+    """Within this context, the whole run of a trainer, all processes act on a signal together, between two batches.
 
-    A signal may reach any process at any time. It is only noted; all processes learn of it with the same message from
-    rank 0, and obey at the same batch. So a checkpoint that is saved then is complete, although it takes all processes.
-    Lightning would act at once in each process: it would save in the midst of a step that is followed, or with models
-    that have stepped in part.
+    A signal may reach any process at any time. Its handler only notes it; all processes learn of it with the same
+    message from rank 0, and act on it at the same batch. So a checkpoint that is saved then is complete, although all
+    processes must take part. Lightning would act in each process at once: it might save during the capture of a step,
+    or when only some of the models have stepped.
     """
     signals, loop, several = trainer._signal_connector, trainer.fit_loop.epoch_loop, trainer.world_size > 1
     requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
     requeued: list[bool] = []
 
-    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait for what it has interrupted
+    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait: the code it interrupts cannot go on
         launcher = trainer.strategy.launcher
         if STOP not in connection.noted and launcher is not None:  # pass the signal on to the processes started here
             launcher.kill(signum)
@@ -261,11 +263,11 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
     ]
     evaluations = (trainer.validate_loop, "_evaluation_step"), (trainer.test_loop, "_evaluation_step")
     for each, step in (*evaluations, (trainer.predict_loop, "_predict_step")):
-        # groups may learn of it at the end only
+        # after each step and at the end of the loop, since groups may learn of a request only then
         replacements += [(each, name, then_requeue(getattr(each, name))) for name in (step, "run")]
     if several:
         replacements.append((signals, "_sigterm_notifier_fn", stop))
-        if hasattr(loop, "_broadcast_sigterm_tensor"):  # which would ask all processes before every batch
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # a collective of all processes before every batch
             replacements.append((loop, "_broadcast_sigterm_tensor", noop))
     first = [_FirstToKnow()] if several else []
     with all_replaced(replacements), connection.listening(agreed):
@@ -278,22 +280,24 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
 
 
 class _FirstToKnow(Callback):
-    """A callback that reports an exception before other callbacks react to it together with all processes."""
+    """A callback that reports an exception first, before other callbacks react with calls that need all processes."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
 
 
 def why_not_whole(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
-    """Return why no checkpoint may replace a better one now, because a run has failed or ended; None: it may.
+    """Return why no checkpoint can be saved after a failure or an interruption; None if one can.
 
-    A callback that saves in ``on_exception`` would do that: before training has begun the module may not even have the
-    weights that the run was to resume from, and after a failure of some process there is no whole model.
+    A callback that saves in ``on_exception`` could replace a good checkpoint with a bad one: before training has begun
+    the module may not have the weights that the run resumes from, and after a failure no process has the whole model.
 
     Args:
         trainer: trainer of the run.
         connection: connection of the processes.
         has_begun: whether training has begun in this run.
+    Returns:
+        The end of a sentence that begins with "No checkpoint is saved".
     """
     if connection.failed:
         return (
@@ -307,7 +311,7 @@ def why_not_whole(trainer: pl.Trainer, connection: Connection, has_begun: bool) 
 
 
 def saving_what_is_whole(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> AbstractContextManager[None]:
-    """Return a context, for a run from its start on, within which the trainer saves nothing while there is a reason."""
+    """Return a context, for a whole run, in which the trainer saves no checkpoint while ``why_not`` gives a reason."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -321,7 +325,10 @@ def saving_what_is_whole(trainer: pl.Trainer, why_not: Callable[[], str | None])
 
 
 def keeping_the_last(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
-    """Yield methods by which callbacks ask first, and else would replace the last checkpoint by what was not saved."""
+    """Yield replacements with which callbacks do not save after an exception while ``why_not`` gives a reason.
+
+    Otherwise a callback would replace its last checkpoint, although the trainer saves no new one.
+    """
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_should_save_on_exception"):
             yield callback, "_should_save_on_exception", partial(_saves, callback._should_save_on_exception, why_not)
@@ -340,13 +347,13 @@ def _saves(own: Callable[[pl.Trainer], bool], why_not: Callable[[], str | None],
 
 
 class Peers:
-    """The processes with the same place in all groups; each trains on a part of the data.
+    """The processes with the same place in each group, which train on different parts of the data.
 
-    A process that has no peers gets its own values back, unchanged, as on one device. In evaluation no process has
-    peers, since every group evaluates all data: a sum over groups would count each sample several times.
+    A process without peers gets its own values back unchanged, as on one device. In evaluation no process has peers,
+    since every group evaluates all data, and a sum over groups would count each sample several times.
 
-    All processes construct this object at the same time. Peers have a process group of their own, so that messages of
-    user code cannot mix with the messages of training.
+    All processes must construct this object at the same time. Peers have their own process group, so that collectives
+    of user code cannot mix with the messages of training.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
@@ -361,17 +368,17 @@ class Peers:
 
         Args:
             tensor: tensor of this process.
-            group: a process group that user code has made, which is used instead; None, or that of all processes: the
-                peers.
-            sync_grads: whether gradients flow back; refused over peers, since a hook has no backward.
+            group: process group made by user code, used instead of the peers; None or the group of all processes means
+                the peers.
+            sync_grads: whether gradients flow back; this is refused for peers, since hooks run outside of any backward.
         Raises:
-            ConfigurationError: a training step calls it, or wants gradients.
+            ConfigurationError: a training step calls it, or gradients would have to flow back.
         """
         if _is_own(group):
             return _all_gather_ddp_if_available(tensor, group, sync_grads)
         if sync_grads and tensor.requires_grad and self._are_several("all_gather(sync_grads=True)"):
             raise ConfigurationError(
-                "all_gather(sync_grads=True) over groups of processes: a hook has no backward that would pass it; "
+                "all_gather(sync_grads=True) over groups of processes: no backward passes through a hook; "
                 "use sync_grads=False"
             )
         gathered = self._gathered(tensor, "all_gather")
@@ -409,19 +416,19 @@ class Peers:
         return torch.stack([one.to(tensor.device) for one in found])
 
     def _are_several(self, what: str) -> bool:
-        """Return whether there are peers now; raise if a step asks for them."""
+        """Return whether there are peers now; raise a ConfigurationError if a step asks for them."""
         if self._members is None or not self._trainer.training:
             return False
         if hides_rank():
             raise ConfigurationError(
                 f"{type(self._trainer.lightning_module).__name__}.training_step calls {what}, and "
                 f"{self._members.world_size} groups of processes train on data of their own: groups do not wait for "
-                "each other in the midst of a pipeline, and a step sees a micro-batch. Gather in on_train_batch_end or "
-                "on_train_epoch_end instead, or use self.log, which goes over all groups by itself"
+                "each other within a pipeline, and a step sees a micro-batch. Gather in on_train_batch_end or "
+                "on_train_epoch_end instead, or use self.log, which reduces over all groups by itself"
             )
         return True
 
 
 def _is_own(group: Any) -> bool:
-    """Return whether a process group is one that user code has made."""
+    """Return whether user code has created a process group."""
     return group is not None and group is not dist.group.WORLD

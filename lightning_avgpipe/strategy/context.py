@@ -1,4 +1,4 @@
-"""The context of a run of the trainer: what exists when the run begins, and is passed to its parts as one value."""
+"""The context of a run of the trainer: the objects that exist when it begins, passed to its parts as one value."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, pl
 
-Own = Callable[..., Any]  # Lightning's own method, where a run has one of the same name
+Own = Callable[..., Any]  # Lightning's own implementation, given to the method of a run that extends it
 
-_MOST = 0.9  # share of a device's memory that its stages may use without a limit
+_MOST = 0.9  # share of a device's memory that its stages may use if no limit is given
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class RunContext:
         trainer: trainer of the run.
         connection: connection of the processes.
         configuration: the strategy's options as they are now.
-        state: what checkpoints save and load.
-        distributor: distributor of batches.
+        state: saves and loads the state of checkpoints.
+        distributor: sends batches to the processes of the group.
     """
 
     trainer: pl.Trainer
@@ -64,6 +64,6 @@ class RunContext:
         return len(cluster.stages) * sharing
 
     def memory_per_stage(self, limit: MemoryLimit = None) -> float:
-        """Return the bytes that each stage may use: by ``limit``, else by ``memory_limit``, else 90 % of the device."""
+        """Return the bytes that each stage may use, by ``limit``, else ``memory_limit``, else 90 % of the device."""
         limit = self.configuration.options.memory_limit if limit is None else limit
         return limit_of(_MOST if limit is None else limit, self.cluster.device, self.sharing_stages)

@@ -1,10 +1,10 @@
-"""Dataloaders of a pipeline: in each group one process reads, and sends the others what they need of each batch.
+"""Dataloaders of a pipeline: one process of each group reads, and sends the others what they need of each batch.
 
 Each group of processes trains on its own part of the data, and evaluates on all of it::
 
     training      group 0    samples 0 2 4 ..      a distributed sampler, injected as with ddp but over groups
                   group 1    samples 1 3 5 ..
-    evaluation    each       all samples           exact for every metric, since nothing is divided or repeated
+    evaluation    each       all samples           every metric is exact, since no sample is left out or repeated
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _HOST = torch.device("cpu")
-# The Python modules through which loops read, on all processes alike, and those which call hooks.
+# The Python modules in which loops read batches, on all processes, and those that call hooks.
 _READING = f"{pl.__name__}.loops.fetchers", f"{__package__}.batches"
 _CALLING = f"{pl.__name__}.trainer.call", f"{pl.__name__}.core.module"
 
@@ -76,36 +76,36 @@ class Distributor:
         self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
 
     def readable_ahead(self, dataloader: Any) -> float:
-        """Return up to which number of batches of a dataloader each may be read before the one before it is used.
+        """Return how many batches of a dataloader may each be read while the previous one is not used yet.
 
-        The running loop may take less than there are, and nothing is read that it does not take. Data whose position is
-        saved must not be ahead of the training then.
+        This is at most the limit of the running loop, so that nothing is read that the loop does not take. It is 0 if
+        the position of the data is saved in checkpoints, which must not be ahead of the training.
         """
         if not self.early or hasattr(dataloader, "state_dict") or saves_position(dataloader, self._trainer):
             return 0
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
-        # those of the iterator count batches, also where a step of several models takes one for each
+        # the limits of the iterator count batches, also if a step takes one batch for each of several models
         if combined is None or combined._iterator is None or combined._iterator.limits is None:
             return math.inf
         limits = zip(combined.flattened, combined._iterator.limits, strict=True)
         return next((limit for one, limit in limits if one is dataloader), math.inf)
 
     def pass_on(self, batch: Any) -> Any:
-        """Send the reader's batch, after its transfer hooks; return it on every process."""
+        """Send a batch from the reader, after its transfer hooks, and return it on every process."""
         return self.batch_stream.accept(self.batch_stream.pass_on(self._stream, batch, self.needs))
 
     def seal(self, batch: Any, pipeline: int) -> Any:
-        """Note the versions of a batch's tensors, which must not change while the batch is being sent."""
+        """Record the versions of the tensors in a pipeline's batch, so that :meth:`check_seal` finds later changes."""
         if self._sends:
             del self._sealed[pipeline:]
             self._sealed.append([(t, version_of(t)) for t in tree.tensors(batch) if not t.is_inference()])
         return batch
 
     def check_seal(self, batch: Any, pipeline: int) -> None:
-        """Check that the batch is the one that was sent.
+        """Check that a pipeline's batch has not changed since it was sent.
 
         Raises:
-            ConfigurationError: names the tensors that changed.
+            ConfigurationError: a tensor has changed; the message names it.
         """
         if pipeline >= len(self._sealed) or not self._sealed[pipeline]:
             return
@@ -118,20 +118,21 @@ class Distributor:
             what = ", ".join(changed) if len(now) == len(sealed) else "the number of tensors"
             raise ConfigurationError(
                 f"a hook changed {what} of the batch after it was sent to the other stages, "
-                "which would go on with the old numbers; change batches in on_after_batch_transfer, which runs once, "
+                "which would use the old numbers; change batches in on_after_batch_transfer, which runs once, "
                 "before they are sent"
             )
 
 
 def expected_batches(dataloader: Any) -> Expected:
-    """Return what a dataloader says of the sizes of its batches, here or on the process that reads."""
+    """Return what is known about the sizes of a dataloader's batches, on the reader if another process reads."""
     told = getattr(dataloader, "expected_batches", None)
     if isinstance(told, Expected):
         return told
     sampler = getattr(dataloader, "batch_sampler", None)
-    sampler = vars(sampler).get("_batch_sampler", sampler) if hasattr(sampler, "__dict__") else sampler  # Lightning's
+    # Lightning may have wrapped the sampler
+    sampler = vars(sampler).get("_batch_sampler", sampler) if hasattr(sampler, "__dict__") else sampler
     if not isinstance(dataloader, DataLoader) or type(sampler) is not BatchSampler:
-        return Expected()  # one of the user's own may make batches of any size
+        return Expected()  # other loaders and samplers may make batches of any size
     return Expected(sampler.batch_size, dataloader.collate_fn is default_collate)
 
 
@@ -140,7 +141,7 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
 
     Args:
         trainer: trainer that runs the loop.
-        dataloader_idx: index of its dataloader, where dataloaders come one after the other.
+        dataloader_idx: index of the batch's dataloader, if the loop reads dataloaders one after the other.
         changed: whether hooks may have changed batches since the dataloader made them.
     """
     combined = getattr(trainer._active_loop, "_combined_loader", None)
@@ -153,7 +154,7 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
 
 
 def saves_position(dataloader: Any, trainer: pl.Trainer) -> str:
-    """Return the class of what saves a dataloader's position in checkpoints, it or the datamodule; empty: none does."""
+    """Return the class name of the dataloader or datamodule that saves the data's position; empty if none does."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(dataloader, _Stateful):
         return class_of(dataloader).__name__
@@ -163,46 +164,51 @@ def saves_position(dataloader: Any, trainer: pl.Trainer) -> str:
 def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
     """Return a dataloader for this process: on the reader one that sends each batch, elsewhere one that receives.
 
-    Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
-    dataset may end at any batch.
+    Shuffling, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable dataset
+    may end at any batch. Every process calls it.
 
+    Args:
+        dataloader: dataloader of this process.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        distributor: returns the distributor of the run that reads.
     Raises:
-        ConfigurationError: rank 0 saves the position of data that another process reads.
+        ConfigurationError: the position of the data would be saved in checkpoints, but rank 0 does not read it.
     """
-    if isinstance(dataloader, _Mirror):  # an earlier run has left it in a CombinedLoader of the user's
+    if isinstance(dataloader, _Mirror):  # left by an earlier run in a CombinedLoader of the user
         dataloader = vars(dataloader)["_dataloader"]
     if cluster.group.world_size == 1:
         return dataloader
     resumable = isinstance(dataloader, _Stateful)
-    # a datamodule's position is that of training
+    # a datamodule saves the position of the training data
     saves = saves_position(dataloader, trainer) if resumable or trainer.state.fn == TrainerFn.FITTING else ""
     facts = sized_len(dataloader), resumable, saves, expected_batches(dataloader)
     length, resumable, saves, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
     if saves and cluster.stage_map.reader != 0:
         raise ConfigurationError(
             f"Links(reader='first') with a {saves} that saves its state: checkpoints are saved by "
-            "rank 0, which would not know it; use Links(reader='last')"
+            "rank 0, which does not have this state; use Links(reader='last')"
         )
     mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(dataloader, distributor, length)
-    # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
+    # set as attributes, since isinstance() with a protocol does not call __getattr__ from Python 3.12 on
     vars(mirrored).update(expected_batches=expected, mirrored_class=type(dataloader))
     if resumable and cluster.reads:
         vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
-    elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
+    elif resumable:  # on every rank Lightning compares the number of stateful loaders with that in the checkpoint
         vars(mirrored).update(state_dict=dict, load_state_dict=noop)
     return mirrored
 
 
 def class_of(dataloader: Any) -> type:
-    """Return the class of the user's dataloader, of which this may be a mirror."""
+    """Return the class of the user's dataloader, also for its mirror."""
     return getattr(dataloader, "mirrored_class", type(dataloader))  # type: ignore[no-any-return]
 
 
 class _Mirror:
-    """A dataloader in place of this process's own one, whose attributes it has.
+    """A dataloader that takes the place of this process's own, and has its attributes.
 
-    Lightning's loops run on all processes alike, so they get the batches of one stream. User code that iterates it, as
-    a hook may on one process only, reads the process's own dataloader.
+    Lightning's loops, which run on all processes, get the batches of a common stream. User code that iterates over it,
+    such as a hook that may run on one process only, reads the process's own dataloader.
     """
 
     def __init__(self, dataloader: Any, distributor: Callable[[], Distributor], length: int | None = None) -> None:
@@ -216,7 +222,7 @@ class _Mirror:
         """Return an iterator over the batches of a new stream."""
 
     def _begun(self) -> tuple[Distributor, int]:
-        """Begin a stream of batches instead of the last one."""
+        """Begin a new stream of batches, which ends the last one; return the distributor and the stream's number."""
         distributor: Distributor = vars(self)["_distributor"]()
         stream = vars(self)["_stream"] = distributor.batch_stream.begin(vars(self)["_stream"])
         return distributor, stream
@@ -231,10 +237,10 @@ class _Mirror:
 
 
 class _Reader(_Mirror):
-    """The reader's dataloader, which sends each batch and the end to other processes."""
+    """The reader's dataloader, which sends each batch, and the end, to the other processes."""
 
     def _streamed(self) -> Iterator[Any]:
-        # the iterator is made at once, as on one device, since making it starts workers and draws random numbers
+        # The iterator is made at once, as on one device, since this starts workers and draws random numbers.
         return self._passed_on(iter(self._dataloader))
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -261,18 +267,19 @@ class _Reader(_Mirror):
         distributor.batch_stream.accept(passed)
 
     def __len__(self) -> int:
-        return len(vars(self)["_dataloader"])  # which raises a TypeError where there is no length
+        return len(vars(self)["_dataloader"])  # a TypeError if it has no length
 
 
 def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:
-    """Read the second batch of an epoch, which tells whether the next ones may be read ahead.
+    """Read the second batch of an epoch, and find out whether later batches may be read ahead.
 
-    It may not if reading draws random numbers, since validations and hooks may draw between two batches, or if it
-    overwrites the memory of the batch before. (With the first batch samplers draw the order of all.)
+    They may not if reading draws random numbers, since a validation or a hook between two batches may draw too, or if
+    it overwrites the memory of the previous batch. (The first batch says nothing: with it samplers draw the order of
+    the whole epoch.)
 
     Args:
-        batches: batches after the first one.
-        batch: the first one.
+        batches: iterator over the batches after the first.
+        batch: the first batch.
     Returns:
         The second batch, or the marker of the end, and whether reading it had such an effect.
     """
@@ -283,7 +290,10 @@ def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:
 
 
 class _Follower(_Mirror):
-    """The dataloader of a process that does not read: yields what it needs of each of the reader's batches, or None."""
+    """The dataloader of a process that does not read.
+
+    It yields what this process needs of each of the reader's batches, or None if the batch is sent later.
+    """
 
     def __len__(self) -> int:
         length: int | None = vars(self)["_length"]
@@ -300,18 +310,18 @@ class _Follower(_Mirror):
             yield None if item is _Later else item
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # the reader knows the position
+        if name in ("state_dict", "load_state_dict"):  # only the reader knows the position
             raise AttributeError(name)
         value = super().__getattr__(name)
-        # Lightning's wrapper knows which samples are in a batch, but only where it is read
+        # Lightning's wrapper records which samples are in a batch, but only on the process that reads
         return getattr(value, "_batch_sampler", value) if name == "batch_sampler" else value
 
 
 def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:
     """Return a context within which Lightning gives training dataloaders a distributed sampler over groups.
 
-    It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
-    sampled it warns: there the user's code must know the group.
+    It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. It warns of data that
+    cannot be sampled, which the user's code must divide among groups.
     """
     if num_groups == 1:
         return nullcontext()
@@ -336,29 +346,29 @@ def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None
 
 
 def _divisible(dataloader: DataLoader[Any]) -> bool:
-    """Return whether a distributed sampler may divide a dataloader, and none does yet."""
+    """Return whether a distributed sampler can divide a dataloader that has none yet."""
     sampled = isinstance(dataloader.sampler, DistributedSampler)
     return not sampled and not isinstance(dataloader.dataset, IterableDataset)
 
 
 def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
-    """Check that a sampler of the user's does not divide the data among all processes, of which not all read data.
+    """Check that a sampler of the user does not divide the data among all processes, since only some of them read.
 
     Args:
         dataloader: the user's dataloader, or any other iterable.
         readers: number of groups of processes that each read a part of the data; 1 in evaluation.
         world_size: number of all processes.
     Raises:
-        ConfigurationError: it does, as for ddp, so that samples would be left out.
+        ConfigurationError: a sampler divides the data among all processes, as for ddp; samples would be left out.
     """
     batches = getattr(dataloader, "batch_sampler", None)
     samplers = getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)
     divides = next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
     if divides is not None and divides.num_replicas == world_size != readers:
         raise ConfigurationError(
-            f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here "
-            f"{readers} of these parts would be read, since a group works on the same batch, and all other "
-            "samples would be left out. Remove the sampler: training data are divided among the groups of "
+            f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here only "
+            f"{readers} of these parts would be read, since the processes of a group work on the same batch, and all "
+            "other samples would be left out. Remove the sampler: training data are divided among the groups of "
             "processes, and in evaluation each group reads all"
         )
 
@@ -377,7 +387,7 @@ def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)
         raise ConfigurationError(
-            f"the groups have dataloaders of {found} batches; all groups must train equally often, with "
-            f"{num_pipelines} batches an iteration. Give them parts of the same size, or leave it to "
+            f"the groups have dataloaders of {found} batches; all groups must run the same number of iterations, of "
+            f"{num_pipelines} batches each. Give them parts of the same size, or leave it to "
             "use_distributed_sampler=True"
         )
