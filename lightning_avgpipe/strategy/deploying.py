@@ -1,4 +1,4 @@
-"""The deployment of a run: made from the strategy's options, and given the stages of a step before it first runs."""
+"""Creates the deployment of a run from the strategy's options, and its stages before a step first runs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_ze
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.weights.initialisation import on_meta
 
-_PAYS = 0.9  # largest share of the time on one device with which pipelining pays
-_USELESS = 0.9  # share of the time above which one stage leaves nothing to gain from the others
+_PAYS = 0.9  # pipelining pays if it takes at most this fraction of the time on one device
+_USELESS = 0.9  # if one stage takes more than this share of the time, the other stages gain nothing
 
 
 def deploy(context: RunContext) -> Deployment:
-    """Return the deployment of the trainer's module, not planned yet, and set the seed. Every process calls it."""
+    """Return a deployment of the trainer's module, without a plan, and set the run's seed. Every process calls it."""
     trainer, cluster, options = context.trainer, context.cluster, context.configuration.options
     module = trainer.lightning_module
     seed = context.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
@@ -45,7 +45,7 @@ def deploy(context: RunContext) -> Deployment:
     weights = policy.store(module, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
     recompute = replace(recompute, stages=recompute.stages or policy.repeats)
     metrics = metrics_of(module)
-    # on meta there are no contents, and nothing to time
+    # a module on meta cannot be timed
     absent = on_meta(module) or commands.wants_plans_only()
     counts = absent or (options.system is not None and options.system.plans_alike)
     planner = Planner(
@@ -67,7 +67,7 @@ def deploy(context: RunContext) -> Deployment:
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
     static, interrupted = options.static_step, context.fitting and hooks.has_any(trainer, hooks.BETWEEN_MICRO_BATCHES)
     if static == "auto" and interrupted:
-        static = False  # what such a hook changes, the Python of the step may read for the next micro-batch
+        static = False  # the step's Python may read, for the next micro-batch, what such a hook changes
     execution = Execution(recompute, compiler, options.averaging.streams, static, interrupted)
     return Deployment(
         module,
@@ -84,7 +84,7 @@ def deploy(context: RunContext) -> Deployment:
 
 
 def planned(context: RunContext) -> dict[str, Any]:
-    """Return the attributes of a planner that may change while training runs."""
+    """Return the planner's attributes that may change while training runs, by the options as they are now."""
     cluster, options = context.cluster, context.configuration.options
     now = cluster.stage_map.given_stages
     num_stages = now if options.num_stages == "auto" else options.num_stages
@@ -93,7 +93,7 @@ def planned(context: RunContext) -> dict[str, Any]:
 
 
 def give_back(context: RunContext, deployment: Deployment) -> None:
-    """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
+    """At the end of a run, give every process the whole module, unless it began on meta or the run has failed."""
     try:
         if context.connection.failed:
             deployment.parallel.abandon()
@@ -106,14 +106,14 @@ def give_back(context: RunContext, deployment: Deployment) -> None:
 def announce(
     plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None, brief: bool = False
 ) -> None:
-    """Print a plan on rank 0, with hints on what may fail or differ.
+    """Log a plan on rank 0, with warnings of what may fail or differ from one device.
 
     Args:
         plan: the plan.
         cluster: the connected processes.
         shards: whether replicas divide the optimizer states.
         splitter: splits batches; None: they are not split.
-        brief: whether to print one line, for evaluation, and not a table.
+        brief: whether to log one line, for evaluation, instead of a table.
     """
     stage_map = cluster.stage_map
     if cluster.group.world_size > 1 and not plan.devices:
@@ -125,7 +125,7 @@ def announce(
     _warn_of_decisions(plan)
     if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
         splitter.warn_once(
-            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for its next call, goes from micro-batch to "
             "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
             "num_microbatches=1 it goes from batch to batch, as on one device"
         )
@@ -133,7 +133,7 @@ def announce(
 
 
 def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
-    """Print a plan as a table, and whether pipelining pays."""
+    """Log a plan as a table, and a hint if pipelining does not pay."""
     stage_map, size = cluster.stage_map, cluster.group.world_size
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
     groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
@@ -156,55 +156,60 @@ def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
 
 
 def _warn_of_decisions(plan: Plan) -> None:
-    """Warn of code that decides by numbers which units it calls, and that a cut divides."""
+    """Warn of code that reads numbers of values, and so may choose which units it calls, and that a cut divides."""
     deciding = {plan.graph.deciding[cut] for cut in plan.cuts} - {None}
     for path in sorted(filter(None, deciding)) or [""] * bool(deciding):
         what = f"'{path}'" if path else plan.graph.step
         rank_zero_warn(
             f"{what} reads numbers of values and is divided between stages. The run ends with an error when a "
-            "micro-batch makes it call units of an earlier stage again, or some that the first micro-batch did not "
-            "reach; to be sure of it, keep what it calls on one stage, with split_points or a smaller num_stages"
+            "micro-batch makes it call units of an earlier stage again, or units that the first micro-batch did not "
+            "reach; to avoid this, keep what it calls on one stage, with split_points or a smaller num_stages"
         )
 
 
 def _warn_of_replicas(plan: Plan, counts: Sequence[int]) -> None:
-    """Warn of state that a step changes on stages with several replicas, given their number for each stage."""
+    """Warn of state that a step changes on stages with several replicas.
+
+    Args:
+        plan: the plan.
+        counts: number of replicas of each stage; empty: stages are not replicated.
+    """
     shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
     if shared:
         rank_zero_warn(
             f"{plan.graph.step} changes '{shared[0]}'"
             + (f" and {len(shared) - 1} other buffers" if len(shared) > 1 else "")
-            + f" on stages with replicas={list(counts)}: each replica does so for its own micro-batches, and what "
-            "the first one has is kept"
+            + f" on stages with replicas={list(counts)}: each replica does so for its own micro-batches, and the "
+            "values of the first replica are kept"
         )
 
 
 class Preparation:
-    """The preparation of steps in one run of the trainer: captures them, and makes their stages."""
+    """Prepares steps in one run of the trainer: captures them, and makes their stages."""
 
     def __init__(self, context: RunContext, deployment: Deployment, splitter: BatchSplitter) -> None:
         self._trainer, self._cluster = context.trainer, context.cluster
         self._deployment = deployment
         self._splitter = splitter
-        self._agreed_in: int | None = None  # epoch of the last agreement
-        self._known: tuple[Plan | None, dict[str, torch.nn.Parameter]] = (None, {})  # the parameters in that epoch
+        self._agreed_in: int | None = None  # epoch in which processes last compared what they train
+        self._known: tuple[Plan | None, dict[str, torch.nn.Parameter]] = (None, {})  # plan and parameters in that epoch
 
     def _optional(self, iteration: Iteration) -> bool:
-        """Return whether a step that does not suit micro-batches may have whole batches."""
+        """Return whether a step that does not suit micro-batches may run on whole batches instead."""
         return len(iteration.works[0]) > 1 and self._splitter.chooses
 
     def prepare(self, iteration: Iteration, run: Callable[..., Any], schedule: Schedule, trained: int) -> bool:
-        """Make the stages of a step, if there are none; return whether there is a new plan that stays.
+        """Make the stages of a step, if it has none; return whether a new final plan was made.
 
         Every process calls it.
 
         Args:
             iteration: first iteration of the step.
-            run: calls the step function with the first micro-batch, given its arguments.
+            run: calls the step function as for the first micro-batch, with the given arguments.
             schedule: schedule of pipeline 0.
             trained: number of pipelines that will train.
         Raises:
-            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried.
+            MicroBatchError: the step cannot be captured on a micro-batch; it may be retried on whole batches.
         """
         step, works = iteration.step, iteration.works
         decides = step == STEP or self._trainer.state.fn != TrainerFn.FITTING
@@ -221,10 +226,10 @@ class Preparation:
                 f"{step} fails on {size} of the {total} samples of a batch: {error}"
             ) from error.__cause__
         except Exception as error:
-            if size < total and not isinstance(error, AvgPipeError):  # an error of the user's code
+            if size < total and not isinstance(error, AvgPipeError):  # an error in the user's code
                 error.add_note(
-                    f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
-                    "trains with num_microbatches=1"
+                    f"the step was given {size} of the {total} samples of a batch; if it needs all of them at once, "
+                    "use num_microbatches=1"
                 )
             raise
 
@@ -232,7 +237,7 @@ class Preparation:
         """Return whether there are stages that can run a step.
 
         Raises:
-            MicroBatchError: the captured step does not suit micro-batches; whole batches can be tried.
+            MicroBatchError: the captured step does not suit micro-batches; it may be retried on whole batches.
         """
         step, works = iteration.step, iteration.works
         if step not in self._deployment.pipeline.steps:
@@ -240,7 +245,7 @@ class Preparation:
         graph = self._deployment.pipeline.graph(step)
         if self._optional(iteration) and graph.carried:
             raise MicroBatchError(
-                f"'{graph.carried[0]}', which {step} keeps for the next time, would go to other samples of the same "
+                f"'{graph.carried[0]}', which {step} keeps for its next call, would go to other samples of the same "
                 "batch"
             )
         if self._optional(iteration) and not graph.finite:
@@ -249,12 +254,12 @@ class Preparation:
         return True
 
     def agree_on_trained(self) -> TrainedParameters:
-        """Return what training trains and freezes now; check once per epoch that it is the same on all processes.
+        """Return which parameters are trained now; check once per epoch that all processes train the same ones.
 
         Every process calls it.
 
         Raises:
-            StepChangedError: processes differ; the error names some of the parameters.
+            StepChangedError: processes differ, or a hook has replaced parameters; the error names some of them.
         """
         step, epoch = self._deployment.pipeline.steps[STEP], self._trainer.current_epoch
         trained = step.trained
@@ -267,10 +272,10 @@ class Preparation:
         return trained
 
     def _check_parameters(self) -> None:
-        """Check that the module has the parameters for which its stages were made, if other processes have some.
+        """Check, if there are several processes, that the module still has the parameters of which stages were made.
 
         Raises:
-            StepChangedError: a parameter is new, gone, or another object than it was.
+            StepChangedError: a parameter was added, removed or replaced.
         """
         plan, now = self._deployment.plan, dict(self._trainer.lightning_module.named_parameters())
         (planned, known), self._known = self._known, (plan, now)
@@ -280,7 +285,7 @@ class Preparation:
             raise StepChangedError(
                 f"the module's parameters {listed(changed)} are not those for which its stages were made: a hook has "
                 "replaced, added, parametrized or tied them, and processes would not train and save the same module. "
-                "Do so before training, and go on from a checkpoint, or use one process (devices=1)"
+                "Do so before training, and resume from a checkpoint, or use one process (devices=1)"
             )
 
 
@@ -289,6 +294,8 @@ def _compare(trained: Sequence[frozenset[str]]) -> None:
 
     Args:
         trained: names of the parameters that each rank trains.
+    Raises:
+        StepChangedError: processes train different parameters.
     """
     differing = sorted(frozenset.union(*trained) - frozenset.intersection(*trained))
     if not differing:
@@ -296,6 +303,6 @@ def _compare(trained: Sequence[frozenset[str]]) -> None:
     ranks = [rank for rank, names in enumerate(trained) if differing[0] in names]
     raise StepChangedError(
         f"{listed([*map(repr, differing)])}: requires_grad differs between processes, the first is "
-        f"trained on rank {', '.join(map(str, ranks))} of {len(trained)} only. Freeze and unfreeze on every process: "
-        "in a hook of a callback, not only if is_global_zero, and by what is the same everywhere"
+        f"trained only on rank {', '.join(map(str, ranks))} of {len(trained)}. Freeze and unfreeze on every process: "
+        "in a hook of a callback, not only if is_global_zero, and by a condition that is the same on all of them"
     )

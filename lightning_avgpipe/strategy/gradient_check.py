@@ -1,4 +1,4 @@
-"""The check of gradients before a step: an infinite or NaN one ends training, or leaves its model out of the step."""
+"""The check of gradients before a step: if one is infinite or NaN, training ends, or its model skips the step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GradientCheck:
         models: models that step; None: the module is the only one.
 
     Attributes:
-        left_out: numbers of the models of this group that this step leaves out.
-        skipped_models: how often a model was left out.
+        left_out: numbers of this group's models that skip the present step.
+        skipped_models: how often a model has skipped a step.
     """
 
     def __init__(self, context: RunContext, models: ParallelModels | None = None) -> None:
@@ -38,13 +38,14 @@ class GradientCheck:
         self._wanted = context.configuration.options.averaging.on_nonfinite
         self._module, self._models = context.module, models
         drains = context.configuration.options.policy.drains
-        # stages that step one after the other cannot check together
+        # stages that step at different times cannot check together
         self._by_process = models is not None and context.fitting and not drains
 
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that runs this one and then checks the gradients, if that is wanted.
+        """Return a closure that runs this one and then checks the gradients, if the options ask for a check.
 
-        It returns None if model 0 is left out of the step.
+        The new closure returns None if model 0 skips the step. With a loss scaler there is no check, since the scaler
+        has one of its own.
         """
         wanted = self._wanted
         if wanted == "auto":
@@ -73,13 +74,13 @@ class GradientCheck:
         return None if self._models is None else self._models.ensemble
 
     def _gradients(self, number: int) -> dict[str, Tensor]:
-        """Return the gradients of one model that this process holds, by full name."""
+        """Return the gradients of one model on this process, by full name."""
         ensemble = self._ensemble
         parameters = dict(self._module.named_parameters()) if ensemble is None else ensemble.models.parameters(number)
         return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
     def _restart(self, number: int, like: int | None) -> None:
-        """Reset one of several models to the reference, or clear the gradients of the only one."""
+        """Reset a model to the reference, with the buffers of model ``like``; if it is the only one, clear gradients."""
         if self._ensemble is not None:
             self._ensemble.restart(number, like)
         else:
@@ -109,7 +110,7 @@ class GradientCheck:
             self._tell(bad)
 
     def check_model(self, number: int) -> None:
-        """Check the gradients of one model that this process holds, before that model steps.
+        """Check the gradients of one model on this process alone, before that model steps.
 
         Raises:
             NonFiniteError: a gradient is infinite or NaN.
@@ -126,12 +127,14 @@ class GradientCheck:
         names: Sequence[str | None],
         so_far: str = "No optimizer has stepped, so {} is as it was",
     ) -> None:
-        """Raise an error that names the first tensor in the order of stages.
+        """Raise an error that names the first bad gradient in the order of stages.
 
         Args:
             number: number n of the pipeline.
-            names: the first such tensor of each rank, or None; rank 0 has the last stage.
-            so_far: sentence that says what has stepped, with a place for what has not.
+            names: the name of the first bad gradient on each rank, or None; rank 0 has the last stage.
+            so_far: sentence that says what has stepped; ``{}`` stands for the model that is unchanged.
+        Raises:
+            NonFiniteError: always.
         """
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)
@@ -147,6 +150,7 @@ class GradientCheck:
         )
 
     def _tell(self, pipelines: Sequence[int]) -> None:
+        """Warn of the pipelines whose models skip the step, and log the number of skipped models so far."""
         trainer = self._trainer
         rank_zero_warn(
             f"batch_idx {trainer.fit_loop.epoch_loop.batch_idx}: pipeline {' and '.join(map(str, pipelines))} had a "

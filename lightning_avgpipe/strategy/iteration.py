@@ -1,6 +1,6 @@
-"""An iteration of the pipeline, and the order in which iterations follow one another.
+"""An iteration of the pipelines, and the order in which iterations follow each other.
 
-The order is the seam for pipelines that do not drain after each iteration.
+Subclasses of ``IterationOrder`` are orders in which pipelines do not drain after each iteration.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, res
 
 
 def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
-    """Return what gives a trainer, within the step of an iteration, the counters of a later iteration.
+    """Return replacements that give the trainer's counters the values of a later iteration, for a step that runs early.
 
     Args:
         trainer: the trainer.
-        count: number of iterations until then.
+        count: number of iterations from the current one to the later one.
     """
     loop = trainer.fit_loop.epoch_loop
     batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
@@ -54,30 +54,30 @@ def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
 
 @dataclass(kw_only=True)
 class Iteration:
-    """The batches of a step, one for each pipeline or one that all divide, on their way through the stages.
+    """One iteration: the batches of a step, one for each pipeline or one that all pipelines divide, and their state.
 
     Attributes:
         step: name of the step function.
-        precision: context of the precision plugin for the step.
+        precision: returns the context of the precision plugin for the step.
         batches: batches on the device.
-        works: their micro-batches, by pipeline.
+        works: micro-batches of each pipeline.
         weighed: waits for the micro-batches' weights over all replicas, and returns the micro-batches with them.
-        rest: other arguments of the step.
-        number: number of the iteration, on which random numbers depend.
+        rest: arguments of the step other than the batch.
+        number: number of the iteration, from which random numbers are derived.
         first: number of this group's first pipeline among those of all groups, and of its first micro-batch among those
-            of all replicas. Groups train on batches of their own, but evaluate the same.
+            of all replicas. Both are 0 in evaluation, where all groups have the same batches.
         trains: whether there is a backward.
-        progress: the trainer's counters as they will be for this batch, as replacements of those that it has; None once
-            Lightning's loop has come to it.
+        progress: replacements that give the trainer's counters the values for this batch; None once Lightning's loop
+            has reached it.
         finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
-        clears: clears the gradients, once each stage of this process has run a forward; None: that is done, or they
-            accumulate.
-        entries: values that steps have logged; None: they are those of the batch that has begun in the log.
+        clears: clears the gradients once each stage of this process has run a forward; None: they are cleared already,
+            or accumulate.
+        entries: list of the values that steps log; None: they go to the log's current batch.
         outcomes: outcomes of the pipelines that have ended.
-        loss: loss that the hooks of backwards are given.
-        begun: numbers of the pipelines that have begun the iteration, where iterations overlap.
-        first_loss: loss of the first micro-batch that ran early, for a hook that is called later.
-        kept: by pipeline, contents of buffers before the iteration began early.
+        loss: loss that is passed to the backward hooks.
+        begun: numbers of the pipelines that have begun the iteration, if iterations overlap.
+        first_loss: loss of the first micro-batch, if it ran early, for a hook that is called in turn.
+        kept: by pipeline, contents of the buffers from before the iteration began early.
         versions: tensors of batches that were read ahead, with their versions.
     """
 
@@ -108,7 +108,7 @@ class Iteration:
 
     @property
     def first_batch(self) -> Any:
-        """What pipeline 0 trains, in one piece."""
+        """The whole input of pipeline 0: its batch, or its share of a batch that pipelines divide."""
         first = self.works[0]
         return self.batches[0] if self.shares == 1 else merge([p.data for p in first], [p.size for p in first])
 
@@ -118,32 +118,33 @@ class Iteration:
         return any(version_of(tensor) != version for tensor, version in self.versions)
 
     def begin_backward(self, n: int, i: int, result: Any) -> Tensor | None:
-        """Return what the backward of a micro-batch begins with. Called on the last stage, which runs none early."""
+        """Return the tensor from which a micro-batch's backward starts; None: no backward. The last stage calls it."""
         assert self.finish is not None
         return self.finish(n, i, result)
 
 
 class ClearingGradients(Observer):
-    """Clears the gradients of a process once each of its stages has run a forward, as plain training does after one.
+    """Clears a process's gradients after each of its stages has run one forward, as plain training does after its own.
 
-    So what a hook changes then (weights of a teacher, a temperature) holds from the second micro-batch on, on every
-    stage.
+    So a change by a hook at this point (of a teacher's weights, or a temperature) applies from the second micro-batch
+    on, on every stage.
 
     Args:
         module: module that is trained.
         stages: stages of the process.
-        clear: clears the gradients, and calls the hooks. It is called once.
+        clear: clears the gradients and calls the hooks; it is called once.
     """
 
     def __init__(self, module: pl.LightningModule, stages: Sequence[int], clear: Callable[[], None]) -> None:
         self._module, self._before, self._clear = module, set(stages), clear
-        self._ahead = False  # whether a stage has run a second forward before another one its first
+        self._ahead = False  # whether a stage has run its second forward before another stage its first
         self._is_cleared = False
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Run an action, and clear the gradients before it if all stages have run a forward, or one begins backwards.
+        """Run an action. Before it clear the gradients, if all stages have run a forward, or it is not a forward.
 
-        The result of a forward travels first, since a hook may wait for other processes.
+        The gradients are not cleared right after the last stage's first forward: its output must be sent first, since a
+        hook may wait for other processes.
         """
         if self._is_cleared:
             return do()
@@ -155,10 +156,10 @@ class ClearingGradients(Observer):
         return output
 
     def end(self) -> None:
-        """Clear the gradients, if no action has come to it.
+        """Clear the gradients, unless they have been cleared.
 
         Raises:
-            StepChangedError: a hook has changed weights or buffers that a stage has used for the next micro-batch.
+            StepChangedError: a hook changes a weight or buffer when a stage has run its second micro-batch already.
         """
         if self._is_cleared:
             return
@@ -167,16 +168,16 @@ class ClearingGradients(Observer):
             self._clear()
         if writes is not None and writes.written:
             raise StepChangedError(
-                f"a hook (on_before_zero_grad, optimizer_zero_grad) changes '{min(writes.written)}' behind the first "
-                "micro-batch, and of the several stages of this process one has run the second by then. Change it in "
+                f"a hook (on_before_zero_grad, optimizer_zero_grad) changes '{min(writes.written)}' after the first "
+                "micro-batch, but one of this process's stages has run the second micro-batch already. Change it in "
                 "on_train_batch_start, or use as many stages as devices"
             )
 
 
 class IterationOrder:
-    """Flush: all pipelines drain, step and average together, and then begin the next iteration.
+    """The order "flush": all pipelines drain, step and average together, and then begin the next iteration.
 
-    Other orders override what differs. Every process of a run has the same order.
+    Subclasses are other orders. All processes of a run use the same order.
     """
 
     def __init__(self, loop: PipelineLoop) -> None:
@@ -184,22 +185,22 @@ class IterationOrder:
 
     @property
     def in_turn(self) -> bool:
-        """Whether parallel models step one after the other, by :meth:`step_in_turn`."""
+        """Whether parallel models step one after the other, in :meth:`step_in_turn`."""
         return False
 
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
         """Run an iteration of training until the optimizer of pipeline 0 may step.
 
-        A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
+        A micro-batch for which the step returns None has no backward. If this is so for all, the batch is skipped.
 
         Args:
-            batches: batch of each pipeline.
-            rest: other arguments of the step.
+            batches: batch of each pipeline, or one batch that all pipelines divide.
+            rest: arguments of the step other than the batch.
         Returns:
-            What the step would have returned for the first batch, detached; None if it is skipped.
+            What the step would have returned for the first batch, detached; None if the batch is skipped.
         Raises:
-            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried. All processes
-                raise it.
+            MicroBatchError: the step cannot be captured on a micro-batch; it may be retried on whole batches. All
+                processes raise it.
         """
         loop, models = self.loop, self.loop.models
         loop.arrange(batches)
@@ -237,34 +238,38 @@ class IterationOrder:
         return contextlib.nullcontext()
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
-        """End the iteration for the pipelines 1.., one after the other; ``step`` steps the optimizers of one."""
+        """End the iteration of pipelines 1, 2, .. one after the other.
+
+        Args:
+            step: steps the optimizers of a pipeline, given its number.
+        """
         raise NotImplementedError
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Run what can run until something is over, for which this process would only wait. Here nothing can run."""
+        """Run actions of other pipelines until ``over`` returns True, instead of waiting idly; this order has none."""
 
     def meet(self, what: str, members: Collectives | None = None) -> None:
-        """Run what can run until all members have come to this. Here nothing can run.
+        """Run actions of other pipelines until all members have called this; this order has none.
 
-        Every member calls it before it waits for the others in another way.
+        Every member calls it before a collective, in which it would wait idly for the others.
 
         Args:
-            what: what they come to, for messages.
-            members: processes that come to it; None: all of the group.
+            what: name of the collective, for messages.
+            members: processes that take part; None: all processes of the group.
         """
 
     def stepped(self) -> None:
-        """Go on after the optimizers have stepped."""
+        """Continue after the optimizers have stepped."""
 
     def drain(self) -> None:
-        """Drain the pipelines: models, buffers and channels are as after the last batch. Every process calls it.
+        """Drain the pipelines: models, buffers and channels are then as after the last batch. Every process calls it.
 
-        An iteration that has begun early is discarded, and runs again.
+        What has run early of the next iteration is discarded, and runs again.
         """
 
     def put_back(self, together: bool = True) -> None:
-        """Put back the batches that were read ahead, since the epoch ends or batches change.
+        """Put back the batches that were read ahead, because the epoch ends or the batches of an iteration change.
 
         Args:
-            together: whether every process calls it; else the channels are not used any more.
+            together: whether every process calls it; otherwise it must not use the channels.
         """

@@ -33,12 +33,13 @@ _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs the script again for each other process of this node, and tells these processes who started them."""
+    """Runs the script again for each other process of this node, and tells these processes which one started them."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the processes, unless they exist, and call the function.
 
-        Lightning's own launcher would also kill this process when another one dies, before it can say which and why.
+        Lightning's own launcher would kill this process as soon as another one dies, before it can report which and
+        why.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -47,19 +48,22 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the other processes, also if an earlier trainer has started them."""
+        """Send a signal to the started processes, including those that an earlier trainer has started."""
         for process in started():
             process.send_signal(signum)
 
     def _call_children_scripts(self) -> None:
         first = self.cluster_environment.node_rank() * self.num_processes
-        with starting(first + 1, lambda: self.procs):  # which is another list by then
+        with starting(first + 1, lambda: self.procs):  # read later, since Lightning replaces the list
             super()._call_children_scripts()
 
 
 def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
-    """Return what starts the processes of this node; None if there is only one process in all.
+    """Return the launcher of this node's processes; None if there is one process in total.
 
+    Args:
+        strategy: the strategy.
+        start_method: the strategy's option of this name: "popen" runs the script again.
     Raises:
         ConfigurationError: processes cannot be started in this way here.
     """
@@ -77,7 +81,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
                 "Use strategy='avgpipe_notebook', which forks this process, or devices=1, which hosts all stages in it "
                 "(with num_stages=...)"
             )
-        # also where processes exist already (torchrun, SLURM): the launcher starts none then, but limits their threads
+        # also if the processes exist already (torchrun, SLURM): then the launcher only limits their threads
         return ScriptLauncher(environment, processes, strategy.num_nodes)
     if external:
         raise ConfigurationError(
@@ -88,7 +92,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
 
 
 def _check_started(environment: ClusterEnvironment, device_layout: DeviceLayout) -> None:
-    """Check that processes which exist already are as many as needed, with the right ranks."""
+    """Check that the environment has the needed number of processes, with the right ranks."""
     found, needed, each = environment.world_size(), device_layout.world_size, device_layout.node_size
     name = type(environment).__name__
     if found != needed:
@@ -108,7 +112,7 @@ def _check_started(environment: ClusterEnvironment, device_layout: DeviceLayout)
 
 @contextlib.contextmanager
 def connecting(rank: int, world_size: int) -> Iterator[None]:
-    """Within this context processes connect: explain why they do not find each other; end if the starter has ended."""
+    """Within this context, in which processes connect, explain errors; end this process if its starter has ended."""
     with needing_starter(f"rank {rank}"):
         try:
             yield
@@ -124,22 +128,22 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
 
 
 def has_agent() -> bool:
-    """Return whether torchrun's agent keeps the store through which processes find each other; else rank 0 does."""
+    """Return whether torchrun's agent hosts the store through which processes connect; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def shared_store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> dist.Store:
-    """Find the store that all processes share.
+    """Return the store that all processes share.
 
-    torch.distributed would make the same store by itself, but would not return before all processes have come. While it
-    waits, no process could say which of them is missing, or that one has died.
+    torch.distributed would create the same store by itself, but would return only after all processes have joined.
+    While it waits, no process could report which one is missing, or that one has died.
 
     Args:
-        environment: environment through which the processes find each other.
+        environment: environment that knows the store's address.
         rank: rank of this process.
         timeout: longest wait.
     Raises:
-        DistError: there is no store within the timeout.
+        DistError: no store was found within the timeout.
         ConfigurationError: the store belongs to another run.
     """
     if dist.is_initialized():
@@ -152,7 +156,7 @@ def shared_store(environment: ClusterEnvironment, rank: int, timeout: timedelta)
         wait_for_workers=False,
         multi_tenant=True,
     )
-    # the agent outlives its processes, and starts them again
+    # the agent outlives its processes and may restart them, so the store may hold entries of earlier processes
     if has_agent():
         return fresh(found, rank, environment.world_size(), timeout)
     _enter(found, environment, rank)
@@ -160,9 +164,12 @@ def shared_store(environment: ClusterEnvironment, rank: int, timeout: timedelta)
 
 
 def _enter(store: dist.Store, environment: ClusterEnvironment, rank: int) -> None:
-    """Check that no other process uses a store with this rank.
+    """Register this process in a store, and check that no other run or process uses the store with this rank.
 
-    Two runs that were given the same port meet in the store of the first one.
+    Two runs that were given the same port would share the store of the first one.
+
+    Raises:
+        ConfigurationError: another run uses the store.
     """
     run, this = f"{environment.world_size()} processes", f"process {os.getpid()} on {platform.node()} as rank {rank}"
     for key, mine in (("run", run), (f"rank/{rank}", this)):
@@ -175,7 +182,7 @@ def _enter(store: dist.Store, environment: ClusterEnvironment, rank: int) -> Non
 
 
 def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:
-    """Register the strategy's names, one for each way to start the processes."""
+    """Register the strategy under one name for each way to start processes."""
     what = "Pipeline parallelism for any LightningModule (AvgPipe)"
     if strategy.strategy_name in registry:  # this package was imported again
         return

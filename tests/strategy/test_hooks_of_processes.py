@@ -961,7 +961,7 @@ class ReadsMomentum(Layers):
 HERE, RANK_0 = r"test_hooks_of_processes\.py:\d+", r"on_train_epoch_end\(\) runs on rank 0 only and changes"
 USED = f"{RANK_0} what other processes use"
 REFUSED: dict[Make, str] = {
-    ClipsWeights: "behind the first micro-batch",
+    ClipsWeights: "after the first micro-batch",
     ReadsMomentum: "uses the state of an optimizer, of which each process has only the part",
     Follows: rf"add_\(\) at {HERE} in on_train_batch_start in a hook",
     FollowsByForeach: rf"_foreach_add_\(\) at {HERE} in on_train_batch_start in a hook",
