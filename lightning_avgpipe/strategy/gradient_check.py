@@ -80,7 +80,7 @@ class GradientCheck:
         return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
     def _restart(self, number: int, like: int | None) -> None:
-        """Reset a model to the reference, with the buffers of model ``like``; if it is the only one, clear gradients."""
+        """Reset a model to the reference, with the buffers of model ``like``; clear the gradients of an only model."""
         if self._ensemble is not None:
             self._ensemble.restart(number, like)
         else:

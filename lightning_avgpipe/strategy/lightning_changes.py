@@ -1,4 +1,4 @@
-"""Changes in Lightning while a pipeline runs; all of them are undone at the end."""
+"""Changes to Lightning's objects while a pipeline runs; all of them are undone at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,13 @@ from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, re
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
-    """Within this context ``self.log`` collects over micro-batches, and metric objects only observe values."""
+    """Within this context ``self.log`` collects values over micro-batches, and metric objects work on the last stage.
+
+    Args:
+        trainer: trainer of the run.
+        step_log: replaces ``self.log``.
+        leaders: the processes that have the groups' last stages.
+    """
     module = trainer.lightning_module
     looks: list[Replacement] = [(module, "print", looking_on(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):
@@ -56,9 +62,9 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
 
 
 def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Return a context within which all ranks know the metrics after the module's last hook of an epoch.
+    """Return a context within which metrics are synced after the module's ``on_train_epoch_end``.
 
-    Callbacks that monitor a metric run next.
+    Callbacks that monitor a metric run next, and all ranks must decide by the same values.
     """
     connector, module = trainer._logger_connector, trainer.lightning_module
     epoch_end = module.on_train_epoch_end
@@ -73,14 +79,14 @@ def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context within which all ranks know what hooks of the user log, where other hooks decide by it.
+    """Return a context within which metrics are synced before each hook that may read what an earlier hook has logged.
 
-    Lightning's checkpoints run after all other callbacks of a batch's end, schedulers that monitor a metric after the
-    module's hook, and callbacks of the user's one after the other.
+    At the end of a batch these are user callbacks after the first, schedulers that monitor a metric, which step after
+    the module's hook, and Lightning's checkpoint callbacks, which come last.
 
     Args:
         trainer: trainer of the run.
-        sync: tells all ranks rank 0's metrics.
+        sync: sends rank 0's metrics to all ranks.
     """
     connector, at_end = trainer._logger_connector, "on_train_batch_end"
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -112,18 +118,18 @@ def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> Abstra
 
 
 def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:
-    """Yield what makes throughput that of groups, in which several devices work on one batch."""
+    """Yield replacements with which throughput monitors count groups of processes, each of which works on one batch."""
     for monitor in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(monitor, ThroughputMonitor):
             flops = monitor.available_flops and monitor.available_flops * cluster.group.world_size
             for stage, throughput in monitor._throughputs.items():
-                groups = cluster.stage_map.num_groups if stage is RunningStage.TRAINING else 1  # others share data
+                groups = cluster.stage_map.num_groups if stage is RunningStage.TRAINING else 1  # all evaluate the same
                 yield throughput, "world_size", groups
                 yield throughput, "available_flops", flops
 
 
 def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> AbstractContextManager[None]:
-    """Return a context in which no iteration overlaps the end of an epoch, and a batch is moved to the device once."""
+    """Return a context in which no iteration overlaps the end of an epoch, and no batch is moved twice."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer
 
@@ -146,7 +152,7 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
     def on_evaluation_model_eval() -> None:
         loop.order.drain()
         parallel.show_reference(True)
-        loop.bring(loop.observed)  # also if no hook reads it while training goes on
+        loop.bring(loop.observed)  # training itself brings changes only if a hook between steps reads them
         begin()
 
     def on_evaluation_model_train() -> None:
@@ -155,9 +161,9 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # the last hook before the step, after all hooks that may change a learning rate
+        # this is the last hook before the step, after all hooks that may change a learning rate
         ensemble, first = parallel.ensemble, trainer.optimizers
-        if ensemble is not None:  # the hooks of another pipeline may have changed that pipeline's own
+        if ensemble is not None:  # pipeline 0 updates all others; each is updated again after its own hooks
             ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)
 
@@ -171,13 +177,13 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
 
 
 def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Return a context in which example inputs go to where the weights are, and not to the device before these do.
+    """Return a context in which example inputs are moved to where the weights are, even before these are on the device.
 
-    Lightning's summary of a model calls it with ``example_input_array`` before the first batch.
+    Lightning's model summary calls the module with ``example_input_array`` before the first batch.
 
     Args:
-        module: module whose weights are on the host, or without contents, before there is a plan.
-        has_plan: tells whether there is one, so that weights are on the device.
+        module: module whose weights are on the host or on meta before there is a plan.
+        has_plan: returns whether there is a plan, and weights are on the device.
     """
     move = module._apply_batch_transfer_handler
 
@@ -193,8 +199,8 @@ def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], b
 def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Return a context within which evaluation runs without gradients, but not in inference mode.
 
-    A tensor that was made in inference mode does not tell whether code has written into it, so that a step which fills
-    one from values of several stages could not be followed. Lightning does the same for FSDP and for gloo.
+    Tensors that were made in inference mode have no version counter, so writes to them cannot be followed, for example
+    in a step that fills one with values of several stages. Lightning does the same for FSDP and for gloo.
     """
     loops = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
     return all_replaced((loop, "inference_mode", False) for loop in loops)
@@ -202,16 +208,17 @@ def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
-    """Within this context all ranks know the metrics of rank 0, and callbacks that need results run on rank 0 only.
+    """Within this context all ranks have the metrics of rank 0, and callbacks that need results run on rank 0 only.
 
     Args:
         trainer: trainer of the run.
         cluster: the connected processes.
         deployment: deployment of the module on processes.
-        early: whether batches are sent when they are read; else after the user's transfer hooks.
+        early: whether batches are sent when they are read; otherwise they are sent after the user's transfer hooks.
     """
     module, ends = trainer.lightning_module, [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
-    looked_at = any(owner is not module for owner, _ in users_hooks(trainer, ends))  # those of the module rank 0 runs
+    # hooks of callbacks only, since rank 0 alone runs those of the module
+    looked_at = any(owner is not module for owner, _ in users_hooks(trainer, ends))
     connector = SyncedLoggerConnector(trainer._logger_connector, cluster, looked_at)
     trainer._logger_connector = connector
     try:
@@ -222,7 +229,7 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
 
 
 def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Iterator[Replacement]:
-    """Yield replacements by which this process does its share only of what Lightning would do on every process."""
+    """Yield replacements with which this process does only its share of what Lightning would do on every process."""
     yield BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)
     # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
     yield result, "_distributed_is_initialized", lambda: False
@@ -234,11 +241,12 @@ def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Ite
                 yield writer, "write_on_epoch_end", noop
     if not cluster.reads:
         yield trainer.lightning_module, "_on_before_batch_transfer", _pass_on
-        if not early:  # then batches arrive converted
+        if not early:  # batches arrive converted
             yield trainer.precision_plugin, "convert_input", _pass_on
 
 
 def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that the optimizer does not have; compared by identity, since some may be on meta."""
     known = {id(parameter) for parameter in parameters_in(optimizer)}
     return [parameter for parameter in params if id(parameter) not in known]
 
@@ -246,13 +254,13 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 def sharing_at_end(
     trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
 ) -> AbstractContextManager[None]:
-    """Return a context in which the user's hooks at the end of training find all weights on each process, as with ddp.
+    """Return a context in which each process has all weights during the user's hooks ``on_train_end``, as with ddp.
 
     Args:
         trainer: trainer that trains.
         cluster: processes that divide the weights.
         deployment: the divided models.
-        drain: called before weights are read, to drain the pipeline.
+        drain: drains the pipeline; it is called before weights are read.
     """
     ends = trainer.fit_loop.on_run_end
 
@@ -271,7 +279,7 @@ def sharing_at_end(
 
 
 def clipping(trainer: pl.Trainer, norms: NormsOverStages) -> AbstractContextManager[None]:
-    """Return a context within which gradients are clipped by norms over all stages, and such norms are logged."""
+    """Return a context within which hooks clip gradients by norms over all stages, and ``grad_norm`` reports these."""
     module = trainer.lightning_module
     return all_replaced(
         (owner, name, _with_norms(getattr(owner, name), module, norms)) for owner, name in _clipping_hooks(trainer)
@@ -279,7 +287,7 @@ def clipping(trainer: pl.Trainer, norms: NormsOverStages) -> AbstractContextMana
 
 
 def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Yield owners and names of the hooks in which gradients may be clipped, or looked at; every rank runs them."""
+    """Yield (owner, name) for each hook that may clip gradients or take their norms; every rank runs these hooks."""
     yield trainer.lightning_module, "configure_gradient_clipping"
     for name in ("on_after_backward", "on_before_optimizer_step"):
         yield trainer.lightning_module, name
@@ -289,12 +297,12 @@ def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
 
 
 def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, norms: NormsOverStages) -> Callable[..., Any]:
-    """Return a hook within which norms of gradients are taken over all stages."""
+    """Return the hook, in which norms of gradients are now taken over all stages."""
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
-        # in the optimizer's order, as Lightning clips: the rounding of a norm of norms depends on the order
+        # in the optimizer's order, as in Lightning, since the rounding of a norm of norms depends on the order
         stepped = [p for optimizer in optimizers[:1] for p in parameters_in(optimizer)]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
@@ -308,16 +316,16 @@ def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
 
 
-# -- norms that user code asks for -------------------------------------------------------------------------------------
+# -- norms that user code takes ----------------------------------------------------------------------------------------
 
 
-# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
+# A copy of Lightning's function, for use while the code of grad_norm is replaced.
 _of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
 
 
 @contextlib.contextmanager
 def reports_over_stages(norms: NormsOverStages) -> Iterator[None]:
-    """Within this context ``grad_norm`` reports the gradients of all processes. Each must call it equally often."""
+    """Within this context ``grad_norm`` reports norms over all processes, which must all call it equally often."""
     code, attributes = grad_norm.__code__, dict(vars(grad_norm))
     grad_norm.__code__ = _redirected.__code__
     grad_norm.over_stages = partial(_grad_norm_over_stages, norms)  # type: ignore[attr-defined]
@@ -343,5 +351,5 @@ def _grad_norm_over_stages(
 
 
 def _redirected(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> Any:
-    # its code takes the place of that of grad_norm, which finds itself in its own file
+    # This code replaces that of grad_norm, so it runs with the global names of Lightning's file, such as grad_norm.
     return grad_norm.over_stages(module, norm_type, group_separator)  # type: ignore[attr-defined]

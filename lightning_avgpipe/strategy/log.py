@@ -1,4 +1,4 @@
-"""The log: micro-batches' values become the values that the batch would log, and every rank knows the metrics."""
+"""Logging: values of micro-batches are merged into the values of the whole batch, and every rank gets the metrics."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from lightning_avgpipe.utils.tensors import as_tensor, reduced, reduction_name
 
 
 def _name(args: Any, kwargs: Any) -> Any:
+    """Return the name that a call of ``log`` is given."""
     return args[0] if args else kwargs.get("name")
 
 
 def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
-    """Return a function that looks at values: within a step it runs on the process that has them, once per micro-batch.
+    """Wrap a function that only reads values: in a step it runs on the process that has them, once per micro-batch.
 
     Args:
         function: the function, such as ``print``.
-        rehearsed: whether it also runs while a step is captured or timed, before it trains.
+        rehearsed: whether it also runs while a step is captured or timed before training.
     """
 
     @functools.wraps(function)
@@ -53,22 +54,22 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
 
 
 class StepLog:
-    """Replaces ``LightningModule.log``: within a step values are collected, and each call logs once per batch.
+    """Replaces ``LightningModule.log``: within a step it collects values, and then logs each call once per batch.
 
-    A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
-    logged; with parallel pipelines, that of all their batches together, also of other groups. On processes without the
-    last stage nothing is logged; their ``self.log`` does nothing.
+    A mean is weighted by the sizes of the micro-batches, so the logged value is the one that the whole batch would have
+    logged; with parallel pipelines it is the mean over all their batches, in all groups. On processes without the last
+    stage ``self.log`` does nothing.
 
     Args:
         module: module whose ``log`` is replaced.
-        device: device of this process. The module's own may be that of its first weight, which another process has.
-        leaders: the processes that have the groups' last stages; None if this process has none.
-        replicas: returns the replicas that share the micro-batches of the last stage in training now, None where this
-            process is none of them; the first replica logs what all of them collect.
+        device: device of this process. ``module.device`` may be that of a weight which another process holds.
+        leaders: the processes that have the groups' last stages; None if this process is not one of them.
+        replicas: returns the replicas that now share the micro-batches of the last stage in training, None if this
+            process is not one of them. The first replica logs what all of them collect.
 
     Attributes:
         batch_values: values of metric objects for the whole batch.
-        listener: called with each name and value that a step logs for its batch.
+        listener: called with each name and value that a step logs for its batch; None: nothing listens.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class StepLog:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
-        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, within a backward
-        if recomputed or (tracer is None and is_repeating()):  # this forward has logged before
+        recomputed = torch._C._current_graph_task_id() != -1  # whether a backward runs a checkpointed forward again
+        if recomputed or (tracer is None and is_repeating()):  # this forward has logged already
             return
         if self._now is None:  # in a hook
             if self._leaders is not None and self._log is not noop:
                 if any(tensor.is_meta for tensor in tree.tensors((args, kwargs))):
                     raise AbsentValueError(
                         f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
-                        "computed with weights of other stages; leave out those with is_meta, or log it in the step"
+                        "computed with weights of other stages; leave out values with is_meta, or log it in the step"
                     )
                 self._log_in_hook(self._leaders, *args, **kwargs)
             return
@@ -116,9 +117,9 @@ class StepLog:
             )
 
     def _log_in_hook(self, leaders: Collectives, *args: Any, **kwargs: Any) -> None:
-        """Log with Lightning, or the user's override; with ``sync_dist=True`` reduce over all groups at once.
+        """Log with Lightning's method or the user's override; with ``sync_dist=True`` reduce over all groups at once.
 
-        Lightning would reduce when the value is asked for, which not all groups need do at the same time.
+        Lightning would reduce when the value is read, which not all groups do at the same time.
         """
         trainer = self._module.trainer
         results, strategy = trainer._results, trainer.strategy
@@ -137,12 +138,12 @@ class StepLog:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step runs now on a micro-batch, and no hook."""
+        """Whether a step now runs on a micro-batch (and not a hook)."""
         return self._now is not None
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a step runs now, in a process that has no result of it."""
+        """Whether a step now runs in a process that does not have its results."""
         return self._now is not None and self._leaders is None and self._replicas() is None
 
     @contextlib.contextmanager
@@ -157,9 +158,9 @@ class StepLog:
 
         Args:
             size: number of samples.
-            position: numbers of the pipeline and the micro-batch; values are sorted by them.
+            position: numbers of the pipeline and the micro-batch, by which values are sorted.
             weight: weight in a mean; None: the number of samples, or the ``batch_size`` that the step gives.
-            into: list that collects the values, for :meth:`issue_collected`; None: those of the batch that has begun.
+            into: list that collects the values, for :meth:`issue_collected`; None: that of the batch begun last.
         """
         self._now = _MicroBatch(size, position, weight, self._collected if into is None else into)
         try:
@@ -168,35 +169,35 @@ class StepLog:
             self._now = None
 
     def muted(self) -> AbstractContextManager[None]:
-        """Return a context within which hooks log nothing, since they have logged the same for pipeline 0."""
+        """Return a context within which hooks log nothing, since they have logged for pipeline 0 already."""
         return replaced(self, "_log", noop)
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Within this context nothing is logged, and the collected values are restored after it."""
+        """Within this context nothing is logged; at its end the collected values are restored."""
         with unchanged(self.batch_values), unchanged(self), self.muted():
             yield
 
     def begin(self, num_microbatches: int) -> None:
-        """Begin a batch, or one for each pipeline: forget the values collected before."""
+        """Begin a batch, or one batch for each pipeline: discard the values collected before."""
         self._collected, self._coming = [], None
         self.batch_values.begin(num_microbatches)
 
     def issue_collected(self, entries: list[Any]) -> None:
-        """Log the values that a batch's micro-batches have collected into a list; see :meth:`issue`."""
+        """Log the values that :meth:`micro_batch` has collected in a list; see :meth:`issue`."""
         self._collected = entries
         self.tell_groups()
         self.issue()
 
     def tell_groups(self) -> None:
-        """Begin to exchange the collected values with other groups; :meth:`issue` waits for theirs."""
+        """Begin to exchange the collected values with other groups; :meth:`issue` waits for the end of the exchange."""
         if (replicas := self._replicas()) is not None:
             self._collected = self._of_replicas(replicas)
         if self._leaders is not None and self._leaders.world_size > 1:
             self._coming = self._of_all_groups(self._leaders)
 
     def issue(self) -> None:
-        """Log the collected values, as often as each micro-batch has logged a name."""
+        """Log the collected values: once for each call of ``log`` in the step, merged over all micro-batches."""
         if self._coming is not None:
             self._collected, self._coming = self._coming(), None
         calls, self._collected = _by_call(self._collected), []
@@ -209,7 +210,7 @@ class StepLog:
             for entry in logged:
                 if isinstance(entry.value, Tensor) and not entry.value.is_cpu:
                     port_of(entry.value.device).hand_over(entry.value)  # it may have been made on a pipeline's stream
-                if entry.options != last.options:  # Lightning refuses the second one, with an explanation
+                if entry.options != last.options:  # then Lightning raises an error at the second one
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
             value, batch_size = self._merged(logged, given)
             if self.listener is not None:
@@ -219,7 +220,7 @@ class StepLog:
     def _of_replicas(self, replicas: Collectives) -> list[_Entry]:
         """Return, on the first replica of the last stage, the entries of all replicas; nothing on the others."""
         updated = [path for path, m in self._module.named_modules() if isinstance(m, Metric) and m.update_called]
-        metrics = updated if replicas.rank else []  # only the first replica evaluates
+        metrics = updated if replicas.rank else []  # on the first replica evaluation may have updated them
         if metrics or any(entry.metric is not None or isinstance(entry.value, Metric) for entry in self._collected):
             raise AvgPipeError(
                 f"{type(self._module).__name__} has metric objects that training updates"
@@ -240,7 +241,7 @@ class StepLog:
     def _of_all_groups(self, leaders: Collectives) -> Callable[[], list[_Entry]]:
         """Begin to exchange entries with the other groups; return a function that waits for the entries of all groups.
 
-        Metric objects are not exchanged.
+        Entries whose values are metric objects are not exchanged.
         """
         options = {entry.name: entry.options for entry in self._collected}
         found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
@@ -248,7 +249,7 @@ class StepLog:
         of_metrics = {entry.name for entry in numbers if entry.metric is not None}
         calls = _by_call([entry for entry in numbers if entry.metric is not None])
         numbers = [entry for entry in numbers if entry.name not in of_metrics]
-        for logged in calls:  # first over this group's batches; then the mean over groups
+        for logged in calls:  # values of metric objects are merged in this group first; then the mean over groups
             value, size = self._merged(logged, _Given())
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
@@ -262,6 +263,7 @@ class StepLog:
         return arrived
 
     def _merged(self, logged: list[_Entry], given: _Given) -> tuple[Any, int]:
+        """Return the value of one call of ``log`` for the whole batch, and its ``batch_size`` for Lightning."""
         last = logged[-1]
         sizes = [entry.size if given.alike or entry.given is None else entry.given for entry in logged]
         batch_size = given.total if given.alike else sum(sizes)
@@ -275,26 +277,26 @@ class StepLog:
         weights = [size if e.weight is None else e.weight for e, size in zip(logged, sizes, strict=True)]
         counting = [(entry.value, weight) for entry, weight in zip(logged, weights, strict=True) if weight]
         values, weights = map(list, zip(*counting, strict=True)) if counting else ([last.value], [1.0])
-        if len({value.device for value in values if isinstance(value, Tensor)}) > 1:  # a number, and a tensor
+        if len({value.device for value in values if isinstance(value, Tensor)}) > 1:  # some were logged as numbers
             values = list(map(self._placed, values))
         return self._placed(_reduce(values, weights, last.options.get("reduce_fx", "mean"))), batch_size
 
     def _collect(self, *args: Any, **kwargs: Any) -> None:
-        """Run ``log``, Lightning's or the user's, up to the point where its values would be stored."""
+        """Run ``log``, Lightning's or the user's, but collect its values instead of storing them."""
         module, results = self._module, self._module.trainer._results
         converts: Any = module._LightningModule__to_tensor
         converted: list[tuple[Tensor, Metric | None]] = []
 
         def to_tensor(value: Any, name: str) -> Tensor:
             number = value
-            if not isinstance(value, Tensor):  # on the device it would be a copy for which the host waits
+            if not isinstance(value, Tensor):  # a copy to the device would make the host wait
                 number = torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
             made: Tensor = converts(number, name)
             converted.append((made, self.batch_values.metric_of(value)))
             return made
 
         def take(fx: str, name: str, value: Any, **options: Any) -> None:
-            # an override may log something else than the metric's value
+            # an override of log may log something other than the metric's value
             self._take(next((metric for made, metric in converted if made is value), None), fx, name, value, **options)
 
         with contextlib.ExitStack() as undo:
@@ -305,10 +307,11 @@ class StepLog:
 
     @stays_on_stream
     def _collect_value(self, *args: Any, **kwargs: Any) -> None:
-        """Collect a number, which changes nothing that pipelines share."""
+        """Collect a number; this changes nothing that pipelines share."""
         self._collect(*args, **kwargs)
 
     def _take(self, metric: Metric | None, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Store a logged value as an entry of the current micro-batch; see :class:`_Entry`."""
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
         given = options.pop("batch_size", None)
@@ -328,15 +331,16 @@ class _MicroBatch:
 
 
 class _Given:
-    """The numbers that were given as ``batch_size`` for one name: numbers of something, or one that says nothing of it.
+    """Decides what the ``batch_size`` that a step gives for one name means: a count of something, or a constant.
 
-    Such a number is the same for micro-batches of any size: 1, or that of the dataloader. Then all batches count alike.
-    A number that is the same while all micro-batches have had one size may be that of something, and is summed up,
-    unless it is the number of samples of the whole batch.
+    A constant is the same for micro-batches of different sizes, such as 1 or the dataloader's batch size, or equals the
+    number of samples of the whole batch. Then micro-batches are weighted by their sizes, and Lightning is given the
+    same number for every batch. Otherwise the number counts something in the micro-batch, and is summed up. As long as
+    all micro-batches have had the same size, any other number than these is taken for a count.
 
     Attributes:
-        alike: whether all batches count alike.
-        total: what Lightning was given for the last batch, or is to be given for all of them if they do.
+        alike: whether the number is a constant, so that all batches have equal weights.
+        total: the ``batch_size`` that Lightning was given for the last batch, or is given for every batch if ``alike``.
     """
 
     def __init__(self) -> None:
@@ -347,8 +351,8 @@ class _Given:
         self._is_whole = False
 
     def see(self, logged: list[_Entry]) -> None:
-        """Look at what the micro-batches of a batch, or of one for each pipeline, have given."""
-        if len(self._numbers) > 1:  # one is enough to tell
+        """Take account of the entries of one call of ``log``, in the micro-batches of all pipelines."""
+        if len(self._numbers) > 1:  # different numbers are counts
             return
         self._numbers.update(entry.given for entry in logged)
         self._sizes.update(entry.size for entry in logged)
@@ -373,7 +377,7 @@ class _Entry:
         value: a number, a tensor or a metric object.
         size: number of samples of the micro-batch.
         given: the ``batch_size`` that the step gave; None if it gave none.
-        options: the other arguments of Lightning's store of values.
+        options: the other arguments with which Lightning would store the value.
         metric: the metric object whose ``forward`` returned the value; None if none did.
         weight: weight of the micro-batch in a mean; None: ``given`` or ``size``.
     """
@@ -390,7 +394,7 @@ class _Entry:
 
 
 def _by_call(entries: list[_Entry]) -> list[list[_Entry]]:
-    """Return the entries of each call of ``log``: of one name, and as many before them in each micro-batch."""
+    """Return the entries grouped by call of ``log``: the i-th of a name in each micro-batch belong together."""
     found: dict[tuple[str, int], list[_Entry]] = {}
     counts: Counter[tuple[str, tuple[int, int]]] = Counter()
     for entry in sorted(entries, key=lambda entry: entry.position):
@@ -400,14 +404,14 @@ def _by_call(entries: list[_Entry]) -> list[list[_Entry]]:
 
 
 def _portable(entry: _Entry) -> _Entry:
-    """Return an entry for other groups: its value is on the host, and its options can be pickled."""
+    """Return an entry that can be sent to other processes: with its value on the host, and only simple options."""
     value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
     options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
     return replace(entry, value=value, options=options, metric=None)
 
 
 def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
-    """Reduce the values of the micro-batches to one; what is not a number (a metric object) keeps its own state."""
+    """Reduce the values of the micro-batches to one; of metric objects, which keep their own state, return the last."""
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]
     stacked, name = torch.stack([as_tensor(value) for value in values]), reduction_name(reduce_fx)
@@ -420,21 +424,21 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
         there = weights.to(floating.device, floating.dtype, non_blocking=True)
         return (floating * there.view(shape)).sum(0)
     result = reduced(stacked, name)
-    return values[-1] if result is None else result  # Lightning refuses the name, with an explanation
+    return values[-1] if result is None else result  # Lightning raises an error for an unknown reduction
 
 
 # -- metrics on all ranks ----------------------------------------------------------------------------------------------
 
 
 class SyncedLoggerConnector(_LoggerConnector):
-    """A logger connector that on every rank knows the metrics of rank 0, where the loss is.
+    """A logger connector that gives every rank the metrics of rank 0, which has the loss.
 
-    Callbacks decide by metrics (early stopping, the best checkpoint, its file name), and all ranks must decide alike.
+    Callbacks depend on metrics (early stopping, the best checkpoint, its file name), and must do the same on all ranks.
 
     Args:
         original: connector that this one replaces.
         cluster: the connected processes.
-        looked_at: whether callbacks of the user's run at the end of an epoch, before Lightning's.
+        looked_at: whether user callbacks, which may read metrics, run at the end of an epoch before Lightning's.
     """
 
     def __init__(self, original: _LoggerConnector, cluster: Cluster, looked_at: bool) -> None:
@@ -446,42 +450,42 @@ class SyncedLoggerConnector(_LoggerConnector):
         self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
 
     def detach(self) -> _LoggerConnector:
-        """Return the connector that this one replaced, with the state of this one."""
+        """Return the original connector, with the state of this one."""
         state = {name: value for name, value in vars(self).items() if name in vars(self._original)}
         vars(self._original).update(state)
         return self._original
 
     def snapshot(self) -> Any:
-        """Return the present metrics on rank 0 of each group; None elsewhere."""
+        """Return the current metrics on rank 0 of each group; None on other ranks."""
         return super().metrics if self._cluster.rank == 0 else None
 
     def accept(self, metrics: Any) -> None:
-        """Use these metrics, which are rank 0's, on the other ranks."""
+        """Use the given metrics of rank 0 as the metrics of this process."""
         self._synced = metrics
-        # nothing is logged here that would update these
+        # on other ranks Lightning logs nothing, so it does not update these
         self._callback_metrics.update(metrics["callback"])
         self._logged_metrics.update(metrics["log"])
 
     def sync(self) -> None:
-        """Tell all ranks rank 0's present metrics, and its callback metrics. Every rank calls it."""
-        snapshot = self.snapshot()  # may let metric objects communicate with those of other groups
+        """Send rank 0's current metrics and callback metrics to all ranks. Every rank calls it."""
+        snapshot = self.snapshot()  # metric objects may communicate with those of other groups here
         (metrics, before), _ = self._cluster.control.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 
     @property
     def metrics(self) -> Any:
-        """The metrics of rank 0."""
+        """The metrics of rank 0, on other ranks as of the last sync."""
         return super().metrics if self._cluster.world.rank == 0 else self._synced
 
     def update_eval_epoch_metrics(self) -> Any:
-        """Sync the metrics. All ranks call it at the end of a validation dataloader, and of a validation."""
+        """Sync the metrics. All ranks call it at the end of each validation dataloader, and of the validation."""
         if not self.trainer.sanity_checking:
             self.sync()
         return super().update_eval_epoch_metrics()
 
     def epoch_end_reached(self) -> None:
-        """Sync the metrics if hooks look at them that come next. All ranks call it when the batches have ended."""
+        """Sync the metrics if user callbacks run next that may read them. All ranks call it after the last batch."""
         super().epoch_end_reached()
         if self._looked_at:
             self.sync()
@@ -492,6 +496,6 @@ class SyncedLoggerConnector(_LoggerConnector):
         super().on_epoch_end()
 
     def reset_results(self) -> None:
-        """Forget the metrics. All ranks call it when a loop begins."""
+        """Reset the metrics. All ranks call it when a loop begins."""
         super().reset_results()
         self._synced = {"callback": {}, "log": {}, "pbar": {}}

@@ -1,4 +1,4 @@
-"""The loop of training: takes a batch, runs all forwards and backwards, and lets Lightning step and go on.
+"""The loop that runs steps: takes a batch, runs all forwards and backwards, and then lets Lightning step the optimizer.
 
 ::
 
@@ -53,8 +53,8 @@ _CONTEXTS = {
 }
 
 
-_MOST_AHEAD = 1  # batches of an evaluation that a process is ahead of another one
-_MANY = 2**32  # more than the batches of a validation
+_MOST_AHEAD = 1  # number of evaluation batches by which a process may be ahead of another one
+_MANY = 2**32  # more than the number of batches in a validation
 
 
 class PipelineLoop:
@@ -65,15 +65,16 @@ class PipelineLoop:
         batches: batches of the run.
         deployment: deployment of the module on processes.
         models: the models that are trained.
-        schedule_control: gives an iteration of training its schedule.
+        schedule_control: chooses the schedule of a training iteration.
 
     Attributes:
         module: module that is trained.
-        order: order in which iterations follow one another.
+        order: order in which iterations follow each other.
         splitter: splits batches.
         verifier: compares the first iterations with plain ones; None if there is no verification.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
-        stops: whether training was to stop when this step began, as all processes know; a step may wish so itself.
+        stops: whether training was to stop when this step began, which is the same on all processes; a step itself may
+            ask for it on one of them.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
     """
@@ -100,13 +101,13 @@ class PipelineLoop:
         self.order = IterationOrder(self)
         self._preparation = Preparation(context, deployment, self.splitter)
         self._of_units = StateOfUnits(context.module, context.cluster, deployment)
-        # asked before hooks are replaced, which would count as the user's
+        # found before hooks are replaced, since the replacements would count as the user's
         self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
         self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
         modules = context.module.modules()
         self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
-        self._begun: deque[Callable[[], object]] = deque()  # waits for the processes to begin a batch of an evaluation
+        self._begun: deque[Callable[[], object]] = deque()  # each waits until all have begun a batch of an evaluation
 
     @property
     def accumulates(self) -> bool:
@@ -115,18 +116,22 @@ class PipelineLoop:
 
     @property
     def passes(self) -> bool:
-        """Whether Lightning passes over the data without training, as its weight averaging does once more."""
+        """Whether Lightning passes over the data without training, as its weight averaging does at the end."""
         return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
     @functools.cached_property
     def named_at_batch_end(self) -> dict[str, frozenset[str]]:
-        """Step -> what callbacks of the user name at the end of its batch on every process: ``outputs``, ``batch``."""
+        """For each step, which of ``outputs`` and ``batch`` callbacks of the user use at the end of its batch."""
         return {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
-        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
-        # gradients are cleared once, also if the step fails on micro-batches and runs again on the whole batch
+        """Within this context a training step clears the gradients where Lightning does: before its first backward.
+
+        Args:
+            zero_grad: clears the gradients; None: they accumulate.
+        """
+        # cached, so that gradients are cleared once even if the step fails and runs again on the whole batch
         self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
         try:
             yield
@@ -138,15 +143,19 @@ class PipelineLoop:
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
 
-        All processes return predictions that Lightning returns, and what a callback may read.
+        All processes return the result if the trainer returns it as predictions, or if a callback uses it.
 
+        Args:
+            step: name of the step function.
+            batch: batch on the device.
+            rest: other arguments of the step.
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
         self.order.drain()
         self._keep_pace()
         observed = hooks.has_any(self.trainer, hooks.OF_EVALUATION)
-        self.bring(observed)  # what training has changed, before the step changes anything of the reference
+        self.bring(observed)  # what training has changed, before this step changes the reference
         iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
         if self.run(iteration):
@@ -163,9 +172,9 @@ class PipelineLoop:
         return self.cluster.control.publish(result) if shares else result
 
     def _keep_pace(self) -> None:
-        """Let a process that reads batches of an evaluation, without the last stage, wait for those that fall behind.
+        """In an evaluation, make a reader without the last stage wait for processes that fall behind.
 
-        In training backwards hold it back; here what it sends would pile up where a slower stage does not get to it.
+        In training it has to wait for backwards; here its messages would pile up in the process of a slower stage.
         """
         if self.cluster.stage_map.reader:  # rank 0 has the last stage
             self._begun.append(self.cluster.group.begin_exchange(None, "the evaluation of the batch before"))
@@ -173,10 +182,10 @@ class PipelineLoop:
                 self._begun.popleft()()
 
     def _run_whole(self, iteration: Iteration) -> list[Any] | None:
-        """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""
+        """Run an evaluation step that cannot be divided on rank 0; return the results of its micro-batches there."""
         self.splitter.warn_once(
             f"{self.deployment.undivided[iteration.step]}. So rank 0 runs it for all stages, and needs memory for all "
-            "weights meanwhile, which the other processes lend it for each batch"
+            "weights meanwhile, which the other processes send to it for each batch"
         )
         self.bring(True)
         parts, step, device = iteration.works[0], iteration.step, self.cluster.device
@@ -197,7 +206,7 @@ class PipelineLoop:
         return results
 
     def end_iteration(self) -> None:
-        """Apply the changes that were asked for within the iteration."""
+        """Apply the changes of options and stages that were requested during the iteration."""
         if self.configuration.asked:
             self.order.put_back()
         changed = self.configuration.take_over(self.cluster)
@@ -214,7 +223,11 @@ class PipelineLoop:
             recount(self.trainer)
 
     def bring(self, wanted: bool) -> None:
-        """Bring what submodules have changed to all processes, if user code may read it. Every process calls it."""
+        """Send what submodules have changed to all processes, if user code may read it. Every process calls it.
+
+        Args:
+            wanted: whether user code may read it.
+        """
         if wanted:
             for step in sorted(self._to_bring):
                 if owners := self._of_units.owners(step):
@@ -223,19 +236,22 @@ class PipelineLoop:
             self._to_bring.clear()
 
     def drain(self) -> None:
-        """Drain the pipelines before weights are read, which may read more of submodules. Every process calls it."""
+        """Drain the pipelines before weights are read, and bring submodules' extra state. Every process calls it."""
         self.order.drain()
         self.bring(self._saves_extra_state)
 
     def hand_over(self) -> None:
-        """Bring what submodules have changed and made to all processes, since each may run them next. All call it."""
+        """Send the changed and new attributes of submodules to all processes, each of which may run them next.
+
+        Every process calls it.
+        """
         for step in sorted(self.deployment.pipeline.steps):
             if owners := self._of_units.owners(step, step in self._to_bring, made=True):
                 self._of_units.bring(step, owners, lenient=True)
         self._to_bring.clear()
 
     def end_sanity_check(self) -> None:
-        """Bring what a sanity check has left on a process to all, before training forks a plain run and makes stages.
+        """After a sanity check, give all processes its changes, before training forks a plain run and makes stages.
 
         Every process calls it before each iteration.
         """
@@ -243,10 +259,10 @@ class PipelineLoop:
             self.deployment.share()
             self.hand_over()
 
-    # -- parts of an iteration, from which orders compose theirs -------------------------------------------------------
+    # -- parts of an iteration, which orders combine -------------------------------------------------------------------
 
     def arrange(self, batches: Sequence[Any]) -> None:
-        """Arrange the processes for a new plan, if one was asked for, before a step that clears gradients."""
+        """Arrange the processes for a new plan, if one was requested, and if the step clears gradients."""
         if self.zero_grad is not None and self.deployment.arrange(batches):
             self.schedule_control.begin_again()
 
@@ -255,9 +271,9 @@ class PipelineLoop:
 
         Args:
             step: name of the step function.
-            batches: batches of the pipelines; one batch, if they divide it among them.
-            rest: other arguments of the step that runs now: ``batch_idx``, if the step takes it.
-            ahead: number of iterations until this one.
+            batches: batch of each pipeline; one batch if all pipelines divide it.
+            rest: arguments of the current step other than the batch: ``batch_idx``, if the step takes it.
+            ahead: number of iterations between the current one and this one; 0: it is the current one.
         """
         training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
         weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
@@ -279,16 +295,18 @@ class PipelineLoop:
         )
 
     def clear_now(self, drains: bool = True) -> Callable[[], None] | None:
-        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward.
+        """Clear the gradients at once if that cannot wait until after the first forward.
 
         Args:
             drains: whether all processes begin and end the iteration together.
+        Returns:
+            The function that clears the gradients later; None if there is nothing left to clear.
         """
         zero_grad = self.zero_grad
         waits = self.models.num_models == 1 and (drains or self.cluster.rank == 0) and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
-        # with several models the module may show another one by then
+        # with several models the module may have another model's weights after the first forward
         self.models.clear_gradients(zero_grad)
         return None
 
@@ -302,8 +320,8 @@ class PipelineLoop:
 
         Args:
             iteration: the iteration.
-            zero_grad: called after the first forward; None: nothing is to be cleared.
-            tells: is shown the first loss, and returns whether the hooks of a backward are called then.
+            zero_grad: called after the first forward; None: there is nothing to clear.
+            tells: called with the first loss; returns whether the backward hooks are called with it.
         """
         module, precision = self.module, self.trainer.precision_plugin
         averages = self.configuration.options.loss_reduction == "mean"
@@ -311,17 +329,17 @@ class PipelineLoop:
         started: list[None] = []
 
         def finish(n: int, i: int, result: Any) -> Tensor | None:
-            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
+            if i == 0 and zero_grad is not None:  # after the first forward and before all backwards, as on one device
                 with host_lent(), in_hook():
                     zero_grad()
             weight = iteration.weighed()[n][i].weight
-            if result is None or (averages and not weight):  # a mean over nothing is not a number
+            if result is None or (averages and not weight):  # without weight the loss is a mean over nothing: NaN
                 self.models.replicas.check_trains(i)
                 return None
             loss = trainable_loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
-            # the hooks of a batch are called once, with the first micro-batch's loss, since no other is known by then
+            # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then
             first = n == 0 and not started and tells(loss)
             with self._hook_called() if first else quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
@@ -333,15 +351,16 @@ class PipelineLoop:
 
     @contextlib.contextmanager
     def _hook_called(self) -> Iterator[None]:
-        """Within this context a hook is called while pipeline 0 runs: what it changes is changed for all pipelines."""
+        """Within this context a hook is called while pipeline 0 runs; what it changes is changed for all pipelines."""
         stream = self.deployment.parallel.pipelines[0].stream
         with host_lent(), in_hook(), contextlib.nullcontext() if stream is None else stream.left():
             yield
 
     def prepare(self, iteration: Iteration) -> bool:
-        """Make the stages of a step, if there are none; return whether it can run. Every process calls it.
+        """Make the stages of a step, if it has none; return whether it has stages now. Every process calls it.
 
-        Without stages a first batch is skipped altogether: it trains nothing, and runs for what it changes and logs.
+        No stages are made if the step returns None for the whole first batch. Then it runs here, only for what it
+        changes and logs.
         """
         schedule = self.schedule(iteration.works[0], iteration.trains)
         trained = self.configuration.num_pipelines if iteration.step == STEP else 1
@@ -361,7 +380,7 @@ class PipelineLoop:
         return False
 
     def run(self, iteration: Iteration) -> bool:
-        """Run the micro-batches of all pipelines; return whether there was anything to run."""
+        """Run the micro-batches of all pipelines; return False if the step has no stages."""
         step, works, training, trains = iteration.step, iteration.works, iteration.step == STEP, iteration.trains
         num_pipelines, control = self.configuration.num_pipelines, self.schedule_control
         verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
@@ -395,7 +414,7 @@ class PipelineLoop:
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
-        with iteration.precision():  # which may decide the type of a number
+        with iteration.precision():  # it may determine the type of logged numbers
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         if training:
             iteration.outcomes = self.of_replicas(iteration.outcomes)
@@ -407,7 +426,7 @@ class PipelineLoop:
         Args:
             iteration: the iteration.
             n: number of the pipeline.
-            known: micro-batches with kept outputs of frozen layers.
+            known: micro-batches that begin with kept outputs of frozen layers.
         """
         pipeline, before = iteration.first
         return Task(
@@ -436,15 +455,20 @@ class PipelineLoop:
             yield
 
     def freeze(self, trains: bool) -> None:
-        """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
+        """Agree on which stages have nothing to train; if ``trains``, they run forwards only. Every process calls it."""
         trained = self._preparation.agree_on_trained()
         if trains:
             self.schedule_control.freeze(trained.frozen_stages)
 
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
-        """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
-        frozen = self.schedule_control.choice.frozen  # no gradient tells the first stages
-        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # each knows its own micro-batches only
+        """Return the numbers of the pipelines whose batch has no loss, which all processes must know.
+
+        Args:
+            iteration: the iteration.
+            skipped: for each pipeline, whether this process has seen no loss.
+        """
+        frozen = self.schedule_control.choice.frozen  # frozen first stages get no gradient, from which they would know
+        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # each knows only its own micro-batches
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
             self.cluster.control.expect()
             self.order.run_until(self.cluster.control.has_news)
@@ -452,10 +476,10 @@ class PipelineLoop:
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
 
     def result(self, iteration: Iteration) -> Any:
-        """Return the merged result of the first batch, None if all its micro-batches were skipped; note the loss.
+        """Return the merged result of the first batch, None if all its micro-batches were skipped.
 
-        Of a batch that pipelines divide, it is the result of those that have ended. What the step has changed is to be
-        brought to the other processes from then on.
+        If pipelines divide a batch, this is the result of the pipelines that have ended. The method also sets
+        ``iteration.loss``, and marks the step's changes to be brought to the other processes.
         """
         self._to_bring.add(iteration.step)
         nothing, ended = torch.zeros((), device=self.cluster.device), iteration.outcomes[: iteration.shares]
@@ -468,13 +492,13 @@ class PipelineLoop:
         return result
 
     def schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
-        """Return the schedule of a pipeline with these micro-batches."""
+        """Return the schedule of a pipeline for the given micro-batches; only forwards if it does not train."""
         if not trains:
             return build("forward", self.cluster.stage_map.num_stages, len(parts))
         return self.schedule_control.schedule(parts, plan)
 
     def of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
+        """Return the outcomes merged over the replicas of the last stage, if it has any. All of them call it."""
         replicas = sharing_last(self.cluster)
         if replicas is None:
             return outcomes
@@ -489,18 +513,18 @@ class PipelineLoop:
         return together
 
     def _known(self, works: Sequence[Sequence[MicroBatch]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
-        """Return the micro-batches whose forwards begin with kept outputs. Every process calls it."""
+        """Return the numbers of the micro-batches that begin with kept outputs. Every process calls it."""
         shortcut = self.deployment.pipeline.steps[STEP].shortcut
         if shortcut is None:
             return frozenset()
         found = shortcut.known([(part.data, part.size) for part in works[0]], schedule, num_pipelines)
-        # memory is measured in an iteration in which everything runs
+        # memory is measured in an iteration without such shortcuts
         return frozenset() if self.schedule_control.measures(works) else found
 
     def _run_skipped(self, iteration: Iteration) -> None:
         """Run a batch that trains nothing, before the step is captured, for what the step changes and logs.
 
-        The step runs on every process, as on one device, so that attributes stay the same everywhere: it may count.
+        The step runs on every process, so that attributes that it changes, such as counters, stay the same everywhere.
         """
         if on_meta(self.module):  # no process has the whole module
             return
@@ -519,7 +543,7 @@ class PipelineLoop:
             self.models.step_log.issue()
 
     def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
-        """Return the merged result of the micro-batches that were not skipped; None if all were."""
+        """Return the merged result of the micro-batches that were not skipped; None if all were skipped."""
         kept = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
         if not kept:
             return None
@@ -536,11 +560,11 @@ class PipelineLoop:
         return {**merged, "loss": loss}
 
     def _number(self, step: str) -> int:
-        """Return a number that no other batch of this step function has, and that stays when a run resumes."""
-        # completed batches are counted, since an interrupted one runs again after a resume
+        """Return a number that is unique among the batches of this step function, and the same in a resumed run."""
+        # only completed batches count, since an interrupted one runs again after a resume
         trained = int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         if step == STEP:
             return 1 + trained
         evaluated = int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
-        # while it fits, Lightning counts the batches of validation anew in each epoch
+        # while fitting, Lightning starts counting the batches of validation again in each epoch
         return evaluated + (_MANY * trained if self.context.fitting else 0)
