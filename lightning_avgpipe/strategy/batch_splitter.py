@@ -75,8 +75,6 @@ class BatchSplitter:
 
         Every process calls this method and then the returned function, and may do other work in between.
 
-        Args:
-            works: micro-batches of this group, by pipeline.
         Returns:
             A function that waits for the weights and returns the micro-batches by pipeline. They have their weights
             over all replicas on the processes that compute losses.

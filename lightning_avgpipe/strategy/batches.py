@@ -258,7 +258,7 @@ class BundledLoader(CombinedLoader):
         return bundle
 
     def __len__(self) -> int:
-        """Return the number of iterations of this epoch: those read, and those of the rest with the present N."""
+        """Return the number of iterations of this epoch: those read, and those of the rest by the size of bundles now."""
         return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 
@@ -343,11 +343,6 @@ class Batches:
         """Return pipeline 0's batch on the device, after its transfer hooks; :meth:`take` returns those of the others.
 
         Every process calls it; the reader sends the batches to the others.
-
-        Args:
-            batch: batch of pipeline 0, as Lightning's loop has converted it.
-            device: target device; None: that of this process.
-            dataloader_idx: index of the batch's dataloader.
         """
         self.dataloader_idx = dataloader_idx
         queue = self._queue

@@ -221,12 +221,9 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
 def _write_file(content: Any, path: Path, target: Path) -> None:
     """Save an object to a file, and flush it to the disk.
 
-    Args:
-        content: the object.
-        path: path to write to.
-        target: path that the file will have in the end, for the error message.
     Raises:
-        OSError: writing failed, for example on a full disk. The error of torch.save would not give the reason.
+        OSError: writing failed, for example on a full disk. The message has the reason, which that of torch.save may
+            not give, and ``target``, the final path of the file.
     """
     failed: list[OSError] = []
     try:

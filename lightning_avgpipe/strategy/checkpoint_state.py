@@ -97,10 +97,6 @@ class CheckpointState:
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a transformers or peft model that is part of the module, with the weights that checkpoints hold.
 
-        Args:
-            model: the model.
-            folder: folder to write to.
-            options: options of the model's own ``save_pretrained``.
         Raises:
             ConfigurationError: it is called in a hook that only rank 0 runs.
         """
@@ -170,11 +166,6 @@ class CheckpointState:
         """Load weights with Lightning's own method, and keep those of parameters on meta until they have a process.
 
         Parallel models start again from these weights.
-
-        Args:
-            own: Lightning's method.
-            checkpoint: checkpoint with ``state_dict``.
-            strict: whether all names must match.
         """
         if self._deployment is not None:
             self._deployment.parallel.dissolve(average=False)

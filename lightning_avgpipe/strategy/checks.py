@@ -235,10 +235,7 @@ def optimizers(
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:
-    """Check that a schedule fits the stages, and the ``hosts`` processes that host them.
-
-    If it is a function of the user, it is tried with each possible number of micro-batches.
-    """
+    """Check that a schedule fits the stages and the processes that host them; try a user's function with each M."""
     try:
         if not isinstance(given.schedule, str):
             for count in range(1, given.microbatches(num_stages) + 1):  # the last batch may be small
@@ -272,12 +269,7 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
 
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
-    """Check the number of split points, and that each names a submodule.
-
-    Raises:
-        ConfigurationError: the number of split points does not fit the number of stages.
-        PartitionError: a split point names no submodule.
-    """
+    """Check the number of split points; raise a PartitionError if one of them names no submodule."""
     if names is not None:
         combinations.num_split_points(names, num_stages)
         Divisible(module).split((), names)

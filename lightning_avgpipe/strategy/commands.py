@@ -24,12 +24,7 @@ Verify = bool | int | Literal["auto"]
 
 
 def verifier(subject: Subject, verify: Verify) -> Verifier | None:
-    """Return a verifier for a training run; None if neither a command nor the option asks for verification.
-
-    Args:
-        subject: what is compared with plain training.
-        verify: the strategy's option.
-    """
+    """Return a verifier for a training run; None if neither a command nor the option asks for verification."""
     command = asked_by("verify")
     if command is not None:
         return Verifier(subject, command["steps"], True, _end(subject.cluster, command["report"]))
@@ -61,9 +56,6 @@ def nothing_to_verify(verify: Verify) -> None:
 def refuse_to_verify(verify: Verify, reason: str) -> None:
     """Refuse verification in a run in which it is not possible.
 
-    Args:
-        verify: the strategy's option.
-        reason: why verification is not possible.
     Raises:
         ConfigurationError: verification is asked for.
     """

@@ -167,11 +167,6 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
     Shuffling, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable dataset
     may end at any batch. Every process calls it.
 
-    Args:
-        dataloader: dataloader of this process.
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        distributor: returns the distributor of the run that reads.
     Raises:
         ConfigurationError: the position of the data would be saved in checkpoints, but rank 0 does not read it.
     """
@@ -290,10 +285,7 @@ def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:
 
 
 class _Follower(_Mirror):
-    """The dataloader of a process that does not read.
-
-    It yields what this process needs of each of the reader's batches, or None if the batch is sent later.
-    """
+    """The dataloader of a process that does not read: yields its part of each batch, or None if that comes later."""
 
     def __len__(self) -> int:
         length: int | None = vars(self)["_length"]

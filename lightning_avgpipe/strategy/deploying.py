@@ -168,12 +168,7 @@ def _warn_of_decisions(plan: Plan) -> None:
 
 
 def _warn_of_replicas(plan: Plan, counts: Sequence[int]) -> None:
-    """Warn of state that a step changes on stages with several replicas.
-
-    Args:
-        plan: the plan.
-        counts: number of replicas of each stage; empty: stages are not replicated.
-    """
+    """Warn of state that a step changes on stages with several replicas; ``counts`` has their number by stage."""
     shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
     if shared:
         rank_zero_warn(

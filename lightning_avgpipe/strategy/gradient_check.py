@@ -133,8 +133,6 @@ class GradientCheck:
             number: number n of the pipeline.
             names: the name of the first bad gradient on each rank, or None; rank 0 has the last stage.
             so_far: sentence that says what has stepped; ``{}`` stands for the model that is unchanged.
-        Raises:
-            NonFiniteError: always.
         """
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)

@@ -238,11 +238,7 @@ class IterationOrder:
         return contextlib.nullcontext()
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
-        """End the iteration of pipelines 1, 2, .. one after the other.
-
-        Args:
-            step: steps the optimizers of a pipeline, given its number.
-        """
+        """End the iteration of pipelines 1.. one after the other; ``step(n)`` steps the optimizers of pipeline n."""
         raise NotImplementedError
 
     def run_until(self, over: Callable[[], bool]) -> None:

@@ -61,9 +61,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
     """Return the launcher of this node's processes; None if there is one process in total.
 
-    Args:
-        strategy: the strategy.
-        start_method: the strategy's option of this name: "popen" runs the script again.
     Raises:
         ConfigurationError: processes cannot be started in this way here.
     """
@@ -167,9 +164,6 @@ def _enter(store: dist.Store, environment: ClusterEnvironment, rank: int) -> Non
     """Register this process in a store, and check that no other run or process uses the store with this rank.
 
     Two runs that were given the same port would share the store of the first one.
-
-    Raises:
-        ConfigurationError: another run uses the store.
     """
     run, this = f"{environment.world_size()} processes", f"process {os.getpid()} on {platform.node()} as rank {rank}"
     for key, mine in (("run", run), (f"rank/{rank}", this)):

@@ -43,13 +43,7 @@ from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, re
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
-    """Within this context ``self.log`` collects values over micro-batches, and metric objects work on the last stage.
-
-    Args:
-        trainer: trainer of the run.
-        step_log: replaces ``self.log``.
-        leaders: the processes that have the groups' last stages.
-    """
+    """Within this context ``self.log`` collects over micro-batches, and metric objects work on the last stage."""
     module = trainer.lightning_module
     looks: list[Replacement] = [(module, "print", looking_on(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):

@@ -126,11 +126,7 @@ class PipelineLoop:
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
-        """Within this context a training step clears the gradients where Lightning does: before its first backward.
-
-        Args:
-            zero_grad: clears the gradients; None: they accumulate.
-        """
+        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
         # cached, so that gradients are cleared once even if the step fails and runs again on the whole batch
         self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
         try:
@@ -145,10 +141,6 @@ class PipelineLoop:
 
         All processes return the result if the trainer returns it as predictions, or if a callback uses it.
 
-        Args:
-            step: name of the step function.
-            batch: batch on the device.
-            rest: other arguments of the step.
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
@@ -223,11 +215,7 @@ class PipelineLoop:
             recount(self.trainer)
 
     def bring(self, wanted: bool) -> None:
-        """Send what submodules have changed to all processes, if user code may read it. Every process calls it.
-
-        Args:
-            wanted: whether user code may read it.
-        """
+        """If ``wanted``, send what submodules have changed to all processes. Every process calls it."""
         if wanted:
             for step in sorted(self._to_bring):
                 if owners := self._of_units.owners(step):
@@ -241,10 +229,7 @@ class PipelineLoop:
         self.bring(self._saves_extra_state)
 
     def hand_over(self) -> None:
-        """Send the changed and new attributes of submodules to all processes, each of which may run them next.
-
-        Every process calls it.
-        """
+        """Send changed and new attributes of submodules to all processes, which may run them next. All call it."""
         for step in sorted(self.deployment.pipeline.steps):
             if owners := self._of_units.owners(step, step in self._to_bring, made=True):
                 self._of_units.bring(step, owners, lenient=True)
@@ -455,18 +440,13 @@ class PipelineLoop:
             yield
 
     def freeze(self, trains: bool) -> None:
-        """Agree on which stages have nothing to train; if ``trains``, they run forwards only. Every process calls it."""
+        """Agree on which stages have nothing to train; if ``trains``, they run forwards only. All processes call it."""
         trained = self._preparation.agree_on_trained()
         if trains:
             self.schedule_control.freeze(trained.frozen_stages)
 
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
-        """Return the numbers of the pipelines whose batch has no loss, which all processes must know.
-
-        Args:
-            iteration: the iteration.
-            skipped: for each pipeline, whether this process has seen no loss.
-        """
+        """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
         frozen = self.schedule_control.choice.frozen  # frozen first stages get no gradient, from which they would know
         shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # each knows only its own micro-batches
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
