@@ -57,7 +57,7 @@ class Overlap:
         self.checked = self.awaits_step = False
         self._loop = loop
         self._trainer, self._module = loop.trainer, loop.module
-        self._noted = ""  # why the step must not run early: it has read a value that was not final; empty: no reason
+        self._reason = ""  # why the step must not run early: it has read a value that was not final; empty: no reason
         self._view: Any = None  # what steps see in place of the trainer
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
@@ -142,8 +142,8 @@ class Overlap:
 
     def why_not(self) -> str:
         """Return why iterations of a captured step must not overlap; empty if they may."""
-        if self._noted:
-            return self._noted
+        if self._reason:
+            return self._reason
         loader = self._trainer.fit_loop._combined_loader
         loaders = [] if loader is None else loader.flattened
         if saving := next(filter(None, (saves_position(one, self._trainer) for one in loaders)), ""):
@@ -259,7 +259,7 @@ class Overlap:
             # With rolling="auto" nothing runs early during the first iteration, which shows whether the step allows it.
             if self.checked or not self._loop.configuration.may_stop_rolling:
                 raise ConfigurationError(why)
-            self._noted = self._noted or why
+            self._reason = self._reason or why
             return read(*args, **kwargs)
 
         return refuse

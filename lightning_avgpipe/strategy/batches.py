@@ -258,7 +258,7 @@ class BundledLoader(CombinedLoader):
         return bundle
 
     def __len__(self) -> int:
-        """Return the number of iterations of this epoch: those read, and those of the rest by the size of bundles now."""
+        """Return the number of iterations of this epoch: those read, and the rest by the present bundle size."""
         return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 

@@ -39,7 +39,7 @@ _OPTIMIZER = "optimizer_"
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)  # another process has put something there
 
 # Lightning before 2.6 has no argument weights_only, and loads files as trusted.
-_ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+_HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class LocalCheckpointIO(TorchCheckpointIO):
@@ -65,7 +65,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint; see Lightning's method. Weights and optimizer states are mapped: copy what you keep."""
         target = _present(path)
         if target is None or not zipfile.is_zipfile(target):
-            asked = {"weights_only": weights_only} if _ASKS else {}
+            asked = {"weights_only": weights_only} if _HAS_WEIGHTS_ONLY else {}
             return super().load_checkpoint(path, map_location, **asked)
         loaded = torch.load(target, map_location=map_location, mmap=True, weights_only=_weights_only(weights_only))
         if not isinstance(loaded, dict):
@@ -77,7 +77,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
 
 def _weights_only(asked: bool | None) -> bool | None:
     """Return ``weights_only`` for ``torch.load``, given Lightning's argument; its older versions trust files."""
-    return asked if _ASKS or asked is not None else False
+    return asked if _HAS_WEIGHTS_ONLY or asked is not None else False
 
 
 def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:

@@ -182,7 +182,7 @@ def without_effect(given: Options, run: Facts) -> None:
         values = {name: attrgetter(name)(given) for name in idle.defaults}
         found = [name for name, value in values.items() if value not in (idle.defaults[name], "auto")]
         if found and idle.when(given, run):
-            rank_zero_warn(f"AvgPipeStrategy: {_said(given, *found)} {idle.why}. {idle.instead}, or leave that out")
+            rank_zero_warn(f"AvgPipeStrategy: {_written(given, *found)} {idle.why}. {idle.instead}, or leave that out")
 
 
 def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Callable[[str, str], str]) -> None:
@@ -196,10 +196,10 @@ def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Cal
     """
     for name, (is_set, why) in refused.items():
         if is_set:
-            raise ConfigurationError(message(_said(given, name), why))
+            raise ConfigurationError(message(_written(given, name), why))
 
 
-def _said(given: Options, *names: str) -> str:
+def _written(given: Options, *names: str) -> str:
     """Return options with their values, as the user would write them; names may be dotted (``averaging.rolling``)."""
     said: dict[str, list[str]] = {}
     for name in names:

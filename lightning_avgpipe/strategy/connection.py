@@ -228,7 +228,7 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
     requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
     requeued: list[bool] = []
 
-    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait: the code it interrupts cannot go on
+    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait for the code that it interrupts
         launcher = trainer.strategy.launcher
         if STOP not in connection.noted and launcher is not None:  # pass the signal on to the processes started here
             launcher.kill(signum)

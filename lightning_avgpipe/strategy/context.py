@@ -17,7 +17,7 @@ from lightning_avgpipe.utils.lightning import TrainerFn, pl
 
 Own = Callable[..., Any]  # Lightning's own implementation, given to the method of a run that extends it
 
-_MOST = 0.9  # share of a device's memory that its stages may use if no limit is given
+_DEFAULT_SHARE = 0.9  # share of a device's memory that its stages may use if no limit is given
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,4 @@ class RunContext:
     def memory_per_stage(self, limit: MemoryLimit = None) -> float:
         """Return the bytes that each stage may use, by ``limit``, else ``memory_limit``, else 90 % of the device."""
         limit = self.configuration.options.memory_limit if limit is None else limit
-        return limit_of(_MOST if limit is None else limit, self.cluster.device, self.sharing_stages)
+        return limit_of(_DEFAULT_SHARE if limit is None else limit, self.cluster.device, self.sharing_stages)

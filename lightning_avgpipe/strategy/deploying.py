@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.weights.initialisation import on_meta
 
 _PAYS = 0.9  # pipelining pays if it takes at most this fraction of the time on one device
-_USELESS = 0.9  # if one stage takes more than this share of the time, the other stages gain nothing
+_DOMINATES = 0.9  # if one stage takes more than this share of the time, the other stages gain nothing
 
 
 def deploy(context: RunContext) -> Deployment:
@@ -151,7 +151,7 @@ def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
             "model, or one device"
         )
     if plan.note:
-        tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
+        tell = rank_zero_warn if plan.slowest.share > _DOMINATES else rank_zero_info
         tell(plan.note)
 
 

@@ -314,7 +314,7 @@ def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
 
 
 # A copy of Lightning's function, for use while the code of grad_norm is replaced.
-_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
+_own_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
 
 
 @contextlib.contextmanager
@@ -335,7 +335,7 @@ def _grad_norm_over_stages(
     """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
     over_stages.taken, prefix = True, "_".join(("grad", str(float(norm_type)), "norm"))
     with without_gradients(p for p in module.parameters() if p.is_meta):
-        own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
+        own = {name: norm.cpu() for name, norm in _own_grad_norm(module, norm_type, group_separator).items()}
     found = {name: norm for norms in over_stages.cluster.group.exchange_objects(own) for name, norm in norms.items()}
     names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
     norms = {name: found[name] for name in names if name in found}

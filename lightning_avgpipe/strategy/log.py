@@ -265,8 +265,8 @@ class StepLog:
     def _merged(self, logged: list[_Entry], given: _Given) -> tuple[Any, int]:
         """Return the value of one call of ``log`` for the whole batch, and its ``batch_size`` for Lightning."""
         last = logged[-1]
-        sizes = [entry.size if given.alike or entry.given is None else entry.given for entry in logged]
-        batch_size = given.total if given.alike else sum(sizes)
+        sizes = [entry.size if given.is_constant or entry.given is None else entry.given for entry in logged]
+        batch_size = given.total if given.is_constant else sum(sizes)
         given.total = batch_size
         if isinstance(last.value, Metric):
             of_batch = self.batch_values.of(last.value)
@@ -339,12 +339,12 @@ class _Given:
     all micro-batches have had the same size, any other number than these is taken for a count.
 
     Attributes:
-        alike: whether the number is a constant, so that all batches have equal weights.
-        total: the ``batch_size`` that Lightning was given for the last batch, or is given for every batch if ``alike``.
+        is_constant: whether the number is a constant, so that all batches have equal weights.
+        total: the ``batch_size`` that Lightning was given for the last batch, or is given for every batch if constant.
     """
 
     def __init__(self) -> None:
-        self.alike = False
+        self.is_constant = False
         self.total = 0
         self._numbers: set[int | None] = set()
         self._sizes: set[int] = set()
@@ -361,9 +361,9 @@ class _Given:
             wholes[entry.position[0]] += entry.size
         self._is_whole |= self._numbers <= {*wholes.values(), wholes.total()} - self._sizes
         several = len(self._sizes) > 1 or (self._numbers == {1} and max(self._sizes) > 1)
-        self.alike, number = False, logged[0].given
+        self.is_constant, number = False, logged[0].given
         if number is not None and len(self._numbers) == 1 and (several or self._is_whole):
-            self.alike, self.total = True, self.total or number
+            self.is_constant, self.total = True, self.total or number
 
 
 @dataclass(frozen=True)
