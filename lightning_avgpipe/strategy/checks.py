@@ -416,8 +416,8 @@ def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]
         counted, there = Counter(hooks), Counter(others)
         for hook in (*(counted - there), *(there - counted)):
             raise ConfigurationError(
-                f"rank 0 has {counted[hook] or 'no'} {hook}, rank {rank} {there[hook] or 'none'}, but which messages "
-                "processes exchange depends on their hooks; give the callback to all processes, and check "
+                f"rank 0 has {counted[hook] or 'no'} {hook}, rank {rank} {there[hook] or 'none'}, but processes decide "
+                "by hooks what they tell each other; give the callback to all processes, and look at "
                 "trainer.is_global_zero inside it"
             )
 

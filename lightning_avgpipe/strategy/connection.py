@@ -424,7 +424,7 @@ class Peers:
                 f"{type(self._trainer.lightning_module).__name__}.training_step calls {what}, and "
                 f"{self._members.world_size} groups of processes train on data of their own: groups do not wait for "
                 "each other within a pipeline, and a step sees a micro-batch. Gather in on_train_batch_end or "
-                "on_train_epoch_end instead, or use self.log, which reduces over all groups by itself"
+                "on_train_epoch_end instead, or use self.log, which goes over all groups by itself"
             )
         return True
 

@@ -125,7 +125,7 @@ def announce(
     _warn_of_decisions(plan)
     if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
         splitter.warn_once(
-            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for its next call, goes from micro-batch to "
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
             "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
             "num_microbatches=1 it goes from batch to batch, as on one device"
         )
@@ -223,8 +223,8 @@ class Preparation:
         except Exception as error:
             if size < total and not isinstance(error, AvgPipeError):  # an error in the user's code
                 error.add_note(
-                    f"the step was given {size} of the {total} samples of a batch; if it needs all of them at once, "
-                    "use num_microbatches=1"
+                    f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
+                    "trains with num_microbatches=1"
                 )
             raise
 
@@ -240,7 +240,7 @@ class Preparation:
         graph = self._deployment.pipeline.graph(step)
         if self._optional(iteration) and graph.carried:
             raise MicroBatchError(
-                f"'{graph.carried[0]}', which {step} keeps for its next call, would go to other samples of the same "
+                f"'{graph.carried[0]}', which {step} keeps for the next time, would go to other samples of the same "
                 "batch"
             )
         if self._optional(iteration) and not graph.finite:

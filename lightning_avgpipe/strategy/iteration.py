@@ -118,7 +118,7 @@ class Iteration:
         return any(version_of(tensor) != version for tensor, version in self.versions)
 
     def begin_backward(self, n: int, i: int, result: Any) -> Tensor | None:
-        """Return the tensor from which a micro-batch's backward starts; None: no backward. The last stage calls it."""
+        """Return the tensor from which a micro-batch's backward starts; None: no backward. It is never called early."""
         assert self.finish is not None
         return self.finish(n, i, result)
 
@@ -143,8 +143,8 @@ class ClearingGradients(Observer):
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action. Before it clear the gradients, if all stages have run a forward, or it is not a forward.
 
-        The gradients are not cleared right after the last stage's first forward: its output must be sent first, since a
-        hook may wait for other processes.
+        They are not cleared right after a forward: its output must be sent first, since a hook may wait for other
+        processes.
         """
         if self._is_cleared:
             return do()

@@ -258,7 +258,7 @@ class PipelineLoop:
             step: name of the step function.
             batches: batch of each pipeline; one batch if all pipelines divide it.
             rest: arguments of the current step other than the batch: ``batch_idx``, if the step takes it.
-            ahead: number of iterations between the current one and this one; 0: it is the current one.
+            ahead: number of iterations by which it is ahead of the current one; 0: it is the current one.
         """
         training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
         weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
