@@ -146,7 +146,7 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
     def on_evaluation_model_eval() -> None:
         loop.order.drain()
         parallel.show_reference(True)
-        loop.bring(loop.observed)  # training itself brings changes only if a hook between steps reads them
+        loop.bring(loop.observed)  # if no hook between steps reads them, training may not have brought them yet
         begin()
 
     def on_evaluation_model_train() -> None:
