@@ -1,1 +1,1 @@
-"""The strategy for Lightning, and its changes in a Trainer while a pipeline runs."""
+"""The Lightning strategy, and the changes that it makes to a Trainer while a pipeline runs."""

@@ -1,4 +1,4 @@
-"""Metric objects of a module: where they work, and their value for a batch that they see in micro-batches."""
+"""Metric objects (torchmetrics): the process that updates them, and their value for a batch that was split."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 
 class BatchValues:
-    """The values that metric objects' ``forward`` would have returned for the whole batch.
+    """The values that ``forward`` of the metric objects would have returned for the whole batch.
 
-    A metric object sees micro-batches, and returns values for those. A copy of the object, reset before each batch,
-    sees all of the batch. (An object with submodules, such as a wrapper of another metric, has no copy.)
+    A step calls a metric object with micro-batches, so it returns their values. A copy of the object is reset before
+    each batch and updated with all of its micro-batches, so it computes the value of the batch. Objects with
+    submodules, such as wrappers of other metrics, are not copied.
 
     Attributes:
-        trained: whether metric objects have been updated in training.
-        in_step: a metric object that the training step updates; None: none is known.
-        refuses: returns why no training step may update metric objects now; empty: it may.
+        trained: whether a metric object has been updated in training.
+        in_step: a metric object that the training step updates; None if none is known.
+        refuses: returns the reason why training steps may not update metric objects now; empty if they may.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class BatchValues:
         self._returned.clear()
 
     def add(self, metric: Metric, value: Any, args: Any, kwargs: Any) -> None:
-        """Note that ``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch, and update the copy."""
+        """Record that ``metric(*args, **kwargs)`` returned ``value`` for a micro-batch, and update its copy."""
         if not self._split or next(metric.children(), None) is not None:
             return
         if id(metric) not in self._copies:
@@ -68,28 +69,28 @@ class BatchValues:
         self._returned.append((value, metric))
 
     def seen_in_step(self, metric: Metric) -> None:
-        """Note that the training step updates a metric object.
+        """Record that the training step updates a metric object.
 
         Raises:
-            ConfigurationError: that is refused.
+            ConfigurationError: training steps may not update metric objects now.
         """
         self.in_step = metric
         if why := self.refuses():
             raise ConfigurationError(why)
 
     def metric_of(self, value: Any) -> Metric | None:
-        """Return the metric object that returned this very value in this batch; None if none did."""
+        """Return the metric object that returned this value, compared by identity, in this batch; None if none did."""
         return next((metric for returned, metric in self._returned if returned is value), None)
 
     def of(self, metric: Metric) -> Any:
-        """Return the batch's value if ``metric`` was called in this batch; None if not."""
+        """Return the value of the whole batch if ``metric`` was called in this batch; otherwise None."""
         return self._copies[id(metric)].compute() if id(metric) in self._begun else None
 
 
 def _empty_copy(metric: Metric) -> Metric:
     attributes = vars(metric)
     held = {name: attributes[name] for name in (*metric._defaults, "_forward_cache", "_computed")}
-    # states may be part of an autograd graph, which cannot be copied
+    # deepcopy refuses tensors that are part of an autograd graph, as states may be
     attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
     try:
         return copy.deepcopy(metric)
@@ -109,20 +110,20 @@ def local_metrics(
     in_step: Callable[[], bool] = lambda: False,
     elsewhere: Callable[[], bool] = lambda: False,
 ) -> AbstractContextManager[None]:
-    """Return a context within which metric objects work on the process of the last stage.
+    """Return a context within which metric objects are updated on the process of the last stage only.
 
-    They communicate only with the processes of other groups' last stages, to compute what all groups have seen in
-    training; in evaluation every group sees the same data. So do those of callbacks, and others that are no submodules,
-    unless they have a way of their own. Within a step those of the module only look at values, wherever they are
-    called.
+    A call within a step only observes values: it runs once per micro-batch, on the process that has them. In training,
+    ``compute`` synchronises the processes of all groups' last stages; in evaluation it does not communicate, since
+    every group sees the same data. Both also hold for metric objects that are not submodules, such as those of
+    callbacks, unless they were given another way to communicate.
 
     Args:
         metrics: metric objects of the module.
-        values: told of the values that they return.
+        values: records the values that the metric objects return.
         leaders: the processes of the groups' last stages.
-        training: returns whether the trainer trains now.
-        in_step: returns whether a step runs now, and no hook.
-        elsewhere: returns whether a step runs now, in a process where no hook sees the metric objects.
+        training: returns whether the trainer is training now.
+        in_step: returns whether a step, and not a hook, is running now.
+        elsewhere: returns whether a step is running now in a process whose metric objects no hook reads.
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -154,10 +155,10 @@ def local_metrics(
 def _syncing(
     metrics: Sequence[Metric], are_several: Callable[[], bool], gather: Callable[..., list[Tensor]]
 ) -> Callable[..., None]:
-    """Return a method in the place of ``Metric.sync``, for metric objects of the module and others without own ways.
+    """Return a replacement for ``Metric.sync``; metric objects with a way to communicate of their own keep it.
 
-    Without it, one in a list of the module would wait in a hook of rank 0 for processes that do not come. One of a
-    callback, which runs on every process, would count what each stage has seen.
+    With torchmetrics' own ``sync``, a metric object in a plain list of the module would wait, in a hook of rank 0, for
+    processes that do not call it. One of a callback, which runs on every process, would count each stage's data.
     """
     sync = Metric.sync
     replaced_ways = [jit_distributed_available, *(metric.distributed_available_fn for metric in metrics)]
@@ -177,12 +178,12 @@ def _syncing(
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
-    """Set the device that modules report as ``self.device``, and move the states of metric objects there.
+    """Set the device that modules report as ``self.device``, and move the states of metric objects to it.
 
     Parameters and buffers stay where they are.
 
     Raises:
-        ConfigurationError: a metric object has states without contents.
+        ConfigurationError: the states of a metric object are on the meta device.
     """
     for name, one in module.named_modules():
         states = one._defaults.values() if isinstance(one, Metric) else ()
@@ -201,7 +202,7 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_place(is_elsewhere: bool) -> None:
-    """Check that a metric is called where hooks see what it counts, and once."""
+    """Check that a metric is called in a process whose hooks read it, and not for a second time by recompute."""
     if is_elsewhere:
         raise AvgPipeError(
             f"a metric is called at {source_line()} inside a submodule that runs on another stage than the loss, "
@@ -220,5 +221,5 @@ def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> 
         values.add(metric, value, args, kwargs)
         return value
 
-    note.__name__ = type(metric).__name__  # as messages call it
+    note.__name__ = type(metric).__name__  # for error messages
     return note

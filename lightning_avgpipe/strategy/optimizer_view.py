@@ -1,7 +1,8 @@
-"""Show optimizers to a step that is divided into stages: hyper-parameters to read, and nothing else.
+"""A read-only view of the optimizers for a step that is divided into stages.
 
-Each process has the optimizer states of its own parameters only. And each stage runs the step as far as its own part
-goes: what comes early would happen several times, and what comes late in the process of the last stage alone.
+Each process has the optimizer states of its own parameters only. And each stage runs the step up to the end of its own
+part. So every stage would repeat a change at the beginning of the step, and only the last one would make a change at
+its end.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lightning_avgpipe.utils.source import source_line
 
 
 def read_only(optimizers: Sequence[Optimizer], apart: bool) -> AbstractContextManager[None]:
-    """Return a context within which changing an optimizer's groups of parameters raises a CaptureError.
+    """Return a context within which changing an optimizer's parameter groups raises a CaptureError.
 
     Args:
         optimizers: optimizers of the run.
-        apart: whether stages are in several processes; then reading an optimizer's state raises one, too.
+        apart: whether stages are in several processes; then reading an optimizer's state also raises a CaptureError.
     """
     replacements: list[Replacement] = []
     for optimizer in map(unwrapped, optimizers):
@@ -45,7 +46,7 @@ def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class _Group(dict[str, Any]):
-    """A group of parameters that can only be read."""
+    """A parameter group that can only be read."""
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refusing(  # type: ignore[assignment]
         "changes hyper-parameters of an optimizer, such as a learning rate, which each stage that comes so far would "
@@ -56,7 +57,7 @@ class _Group(dict[str, Any]):
 
 
 class _State:
-    """The state of an optimizer, of which nothing can be read."""
+    """A stand-in for the state of an optimizer, which refuses every access."""
 
     __contains__ = __delitem__ = __getattr__ = __getitem__ = __iter__ = __len__ = __setitem__ = _refusing(
         "uses the state of an optimizer, of which each process has only the part of its own parameters",

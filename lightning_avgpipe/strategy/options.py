@@ -1,4 +1,4 @@
-"""The strategy's options, with the checks of their values, and the changes asked for while training runs."""
+"""The strategy's options with the checks of their values, and changes to them that are requested during training."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from lightning_avgpipe.utils.allowed import (
 from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 _MICROBATCHES_PER_STAGE = 4
-# these may differ between processes
+# options that may differ between processes
 _OF_EACH_PROCESS = {"loss_weight", "split_batch", "outer_optimizer", "timeout", "costs_cache"}
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 if TYPE_CHECKING:
     ScheduleName = str
     PolicyChoice = Any
-else:  # what systems have registered
+else:  # includes what systems have registered
     ScheduleName = Literal[(*RECIPES, "auto")]
     PolicyChoice = Union[(Literal[tuple(POLICIES)], *GIVEN)]
-# What systems say of their values, for the documentation of options.
+# Descriptions of the values that systems have registered, for the documentation of options.
 FURTHER = {"schedule": " ".join(filter(None, (r.about for r in RECIPES.values()))), "weight_policy": " ".join(ABOUT)}
 
 
@@ -139,7 +139,7 @@ class Options:
     """The options that a strategy was given; see ``AvgPipeStrategy`` for their meaning and defaults.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option has an invalid value, or options exclude each other.
     """
 
     num_stages: int | Literal["auto"]
@@ -175,7 +175,7 @@ class Options:
 
     @property
     def verifies(self) -> bool:
-        """Whether the user has asked for a verification."""
+        """Whether the user has asked for verification."""
         return self.verify not in (False, "auto")
 
     def rolling_as(self, rolling: bool) -> Options:
@@ -190,7 +190,7 @@ class Options:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The options that must be the same in all processes; those of a nested option by their own names."""
+        """The options that must be the same in all processes; fields of nested options are under their own names."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             nested = is_dataclass(value) and not isinstance(value, System)
@@ -200,12 +200,12 @@ class Options:
 
     @property
     def policy(self) -> WeightPolicy:
-        """The policy that decides which weights an action uses."""
+        """The policy that decides which version of the weights an action uses."""
         return POLICIES[self.weight_policy] if isinstance(self.weight_policy, str) else self.weight_policy.policy
 
     @property
     def schedule_request(self) -> ScheduleRequest:
-        """The schedule that was asked for."""
+        """The requested schedule; a weight policy that does not drain the pipeline always uses 1F1B."""
         splits = not self.recompute
         return (
             ScheduleRequest(self.schedule, self.advance, splits)
@@ -215,27 +215,27 @@ class Options:
 
     @property
     def overlap(self) -> tuple[str, str]:
-        """The option that lets batches overlap, and the value with which they do not, for messages."""
+        """The option by which batches overlap, and the value that prevents this, as code for messages."""
         if self.policy.drains:
             return f"Averaging(rolling={self.averaging.rolling!r})", "Averaging(rolling=False)"
         return f"weight_policy={self.weight_policy!r}", "weight_policy='flush'"
 
     @property
     def placement(self) -> Placement:
-        """The placement of several stages on each process."""
+        """The placement of stages on processes that host several of them."""
         name = self.schedule if isinstance(self.schedule, str) else ""
         return RECIPES[name].placement if name in RECIPES else "loop"
 
     @property
     def cache_directory(self) -> Path | None:
-        """The directory of measured costs and verdicts; None if none is kept, or if there is no home directory."""
+        """The directory of measured costs and verdicts; None if nothing is kept, or if there is no home directory."""
         if self.costs_cache is None:
             return None
         return default_directory() if self.costs_cache == "auto" else Path(self.costs_cache)
 
     @property
     def cache(self) -> CostCache | None:
-        """Measured costs of earlier runs; None if they are not kept. Warns where they should be and cannot."""
+        """The cache of measured costs; None if they are not kept. Warns if there is no directory to keep them in."""
         directory = self.cache_directory
         if directory is None and self.costs_cache is not None:
             rank_zero_warn(
@@ -256,20 +256,20 @@ class Options:
 
     @property
     def asks_for_replicas(self) -> bool:
-        """Whether replicas were asked for, of pipelines or of stages."""
+        """Whether the user has asked for replicas, of pipelines or of stages."""
         return self.shares_stages or self.replicas not in (1, "auto")
 
     def has_replicas(self, replicas: int) -> bool:
-        """Return whether several processes train the same stage, where the pipelines have so many replicas."""
+        """Return whether several processes train the same stage, given the number of replicas of the pipelines."""
         return self.shares_stages or replicas > 1
 
     @property
     def splits(self) -> bool:
-        """Whether a number of micro-batches above 1 was asked for, on however many stages."""
+        """Whether ``num_microbatches`` is a number above 1."""
         return self.num_microbatches not in ("auto", 1)
 
     def microbatches(self, num_stages: int) -> int:
-        """Return M for a number of stages."""
+        """Return M, the number of micro-batches of a batch, for a number of stages."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
         together = max(num_stages, max(self.stage_replicas, default=1))
@@ -280,14 +280,15 @@ class Options:
 
 
 class Configuration:
-    """Options that may change between two iterations of training.
+    """The options of a strategy, some of which may change between two iterations of training.
 
     Attributes:
-        given: options of the strategy, before anything was reconfigured.
-        options: options as they are now.
-        in_iteration: whether an iteration runs, from its batch to the optimizer's step; no option changes meanwhile.
+        given: options that the strategy was constructed with.
+        options: current options.
+        in_iteration: whether an iteration is running, from its batch to the optimizer's step; options do not change
+            within it.
         can_roll: whether parallel pipelines can roll in this run, and ``rolling`` is not False.
-        prefers_rolling: whether they roll with ``rolling="auto"``.
+        prefers_rolling: whether they roll if ``rolling="auto"``.
         seed: seed of the random numbers that are drawn in units; a resumed run keeps the seed of the first run.
     """
 
@@ -301,7 +302,7 @@ class Configuration:
 
     @property
     def num_pipelines(self) -> int:
-        """N, as it is now."""
+        """N, the current number of parallel pipelines."""
         return self.options.num_pipelines
 
     @property
@@ -311,40 +312,40 @@ class Configuration:
 
     @property
     def rolls(self) -> bool:
-        """Whether parallel pipelines go on without waiting for each other."""
+        """Whether parallel pipelines roll: they go on to the next batch without waiting for each other."""
         return self.can_roll and (self.prefers_rolling or self.options.averaging.rolling is True)
 
     @property
     def may_stop_rolling(self) -> bool:
-        """Whether pipelines roll because of ``rolling="auto"``, so that they may also stop."""
+        """Whether pipelines roll because of ``rolling="auto"``, so that rolling may also be given up."""
         return self.rolls and self.options.averaging.rolling == "auto"
 
     @property
     def asked(self) -> bool:
-        """Whether changes have been asked for."""
+        """Whether changes have been requested that do not apply yet."""
         return bool(self._asked)
 
     def wanted(self, changes: Mapping[str, Any]) -> Options:
-        """Return the options with these changes, and those asked for before; None changes nothing.
+        """Return the options with all requested changes and these; a value of None changes nothing.
 
         Raises:
-            ConfigurationError: an option that cannot work.
+            ConfigurationError: an option would have an invalid value, or options would exclude each other.
         """
         return replace(self.options, **self._with(changes))
 
     def ask(self, changes: Mapping[str, Any]) -> None:
-        """Note changes, which take effect with :meth:`take_over`."""
+        """Request changes, which take effect with :meth:`take_over`."""
         self._asked = self._with(changes)
 
     def take_over(self, cluster: Cluster | None) -> dict[str, Any]:
-        """Apply the changes that were asked for, at the end of an iteration. Every process calls it.
+        """Apply the requested changes at the end of an iteration. Every process calls it.
 
         Args:
-            cluster: the connected processes, which must have asked for the same; None before they are connected.
+            cluster: the connected processes, which must have requested the same; None before they are connected.
         Returns:
-            The options that have changed, with their values.
+            The options that have changed, with their new values.
         Raises:
-            ConfigurationError: the processes have asked for different changes.
+            ConfigurationError: the processes have requested different changes.
         """
         self.in_iteration = False
         asked, self._asked = self._asked, {}
@@ -352,7 +353,7 @@ class Configuration:
             call = f"reconfigure({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
             cluster.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
         changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
-        if changed:  # making options also checks them, which takes a while
+        if changed:  # replace() checks all options again, which is slow
             self.options = replace(self.options, **changed)
         return changed
 

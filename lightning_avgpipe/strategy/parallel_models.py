@@ -1,4 +1,4 @@
-"""Parallel models in a run of the trainer: their optimizers, averaging, synchronous copies, and which one is shown."""
+"""The parallel models of a run: their gradients, their optimizers' steps, averaging, and which one the module shows."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ParallelModels:
         observers: observers of iterations.
 
     Attributes:
-        check: check of the gradients before each step.
+        check: check of the gradients before each optimizer step.
         norms: norms of gradients over all stages.
         replicas: synchronisation with the replicas of these models.
         step_log: log of the run.
-        skipped: numbers of the pipelines whose last batch had no loss, the same on every rank.
+        skipped: numbers of the pipelines whose last batch had no loss; the same on every rank.
         fed: number of pipelines that have had a batch since gradients were cleared.
     """
 
@@ -55,24 +55,25 @@ class ParallelModels:
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
-        # hooks see gradients after each batch of a step; without such hooks the last batch is early enough for sums
+        # with accumulation, gradients are summed after the last batch only, unless a hook sees them after each batch
         self._sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
         self._clears_by_hand = is_overridden("optimizer_zero_grad", context.module)
-        self._are_summed = False  # gradients that the next batch may add to
-        self._before_step: dict[str, tuple[int, int]] | None = None  # gradients before optimizer_step has gone on
+        self._are_summed = False  # whether gradients are summed that the next batch may add to
+        # gradients when the closure of the module's optimizer_step ended, see _gradients; None: they are not checked
+        self._before_step: dict[str, tuple[int, int]] | None = None
         has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
         normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self.replicas = ReplicaSync(context.module, context.cluster, deployment.parallel, observers, normalises)
 
     @property
     def num_models(self) -> int:
-        """The number of parallel models in all groups; the groups of a team train the same models."""
+        """The number of parallel models in all groups; groups of one team (replicas) train the same models."""
         others = self._deployment.parallel.averaging_group
         return self._configuration.num_pipelines * (1 if others is None else others.count)
 
     @property
     def stepping(self) -> int:
-        """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
+        """The number of models of this group that take part in the next step: those that had a batch, at least 1."""
         return max(1, self.fed)
 
     @property
@@ -83,7 +84,10 @@ class ParallelModels:
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
-        """Return the pipelines that run a prepared step function on so many batches. Every process calls it."""
+        """Return the pipelines that run a step function, one for each of ``count`` batches. Every process calls it.
+
+        In training the module then shows model 0, otherwise the reference. Stages must have been made for the step.
+        """
         deployment = self._deployment
         if step != "training_step":
             deployment.parallel.show_reference(True)
@@ -110,26 +114,30 @@ class ParallelModels:
         )
 
     def add_to_sums(self) -> None:
-        """Let the next batch of a step add to gradients that are summed already. Every process calls it."""
-        self._before_step = None  # the batch before had no step
+        """Prepare for a batch that adds to existing gradients. Every process calls it before each batch.
+
+        If these were summed over tied copies and replicas, one process keeps the sum and the others drop it, so that
+        the next sum counts it once.
+        """
+        self._before_step = None  # it is left over from a batch without an optimizer step
         if self._are_summed:
             self._are_summed = False
             self._deployment.parallel.count_copied_gradients_once()
             self.replicas.count_once(self._configuration.num_pipelines)
 
     def decide_to_sum(self, steps: bool, in_turn: bool) -> bool:
-        """Decide whether gradients are summed after this batch, which :meth:`add_to_sums` will need to know.
+        """Return whether gradients are summed after this batch, and note it for :meth:`add_to_sums`.
 
         Args:
-            steps: whether the optimizers step after it.
-            in_turn: whether each model steps in its turn; by then others have begun the next batch.
+            steps: whether the optimizers step after this batch.
+            in_turn: whether models step one after the other, while others have already begun the next batch.
         """
         sums = steps or self._sums_each_batch
         self._are_summed = sums and (not steps or (not in_turn and self._keeps_gradients()))
         return sums
 
     def _keeps_gradients(self) -> bool:
-        """Return whether gradients may stay after a step: those of no optimizer, or where user code clears them."""
+        """Return whether summed gradients may remain after a step: user code clears them, or they have no optimizer."""
         plan, stage_map = self._deployment.plan, self._cluster.stage_map
         if plan is None or not (plan.copied or stage_map.stage_replicas or self._cluster.replicas):
             return False  # nothing is summed
@@ -142,15 +150,15 @@ class ParallelModels:
         return {id(p) for optimizer in self._trainer.optimizers for p in parameters_in(unwrapped(optimizer))}
 
     def synchronise(self, count: int, sums: bool) -> int:
-        """Let replicas agree which models had a batch, and which of these had a loss; see :meth:`ReplicaSync.agree`."""
+        """Agree with replicas which models had a batch and a loss, and sum gradients; see :meth:`ReplicaSync.agree`."""
         count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, sums)
         self.fed = max(self.fed, count)
         return count
 
     def after_backward(self, number: int, loss: torch.Tensor) -> None:
-        """Call the hooks that follow a pipeline's backward, with its model shown: they may change its gradients.
+        """Call the hooks after the backward of a pipeline. The module shows its model, whose gradients they may change.
 
-        The hooks log for pipeline 0 only. A batch that was skipped had no backward.
+        The hooks log for pipeline 0 only. They are not called for a skipped batch, which had no backward.
         """
         if number in self.skipped:
             return
@@ -164,10 +172,12 @@ class ParallelModels:
             self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def clear_gradients(self, zero_grad: Callable[[], None]) -> None:
-        """Clear the gradients of all models; those of pipeline 0 with Lightning's function, which calls user code.
+        """Clear the gradients of all models.
 
+        Args:
+            zero_grad: Lightning's function, which clears those of pipeline 0 and calls user code.
         Raises:
-            ConfigurationError: user code has kept gradients of pipeline 0, as it may to accumulate by hand.
+            ConfigurationError: user code has kept gradients of pipeline 0, to accumulate them by hand.
         """
         self.fed = 0
         others = [] if self.ensemble is None else self.ensemble.models.each[1:]
@@ -196,10 +206,10 @@ class ParallelModels:
         model: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, step the optimizers of all pipelines, and average.
+        """Run the closure, step the optimizers of all pipelines, and average their models.
 
         Args:
-            own: steps pipeline 0's optimizer.
+            own: Lightning's method, which steps the optimizer of pipeline 0.
             order: order of the iterations, by which pipelines may end and step one after the other.
             optimizer: optimizer of pipeline 0.
             closure: runs an iteration.
@@ -216,7 +226,7 @@ class ParallelModels:
         with _counting_steps(optimizer) as steps:
             result = own(optimizer, once, model, **kwargs)
         ensemble = self.ensemble
-        if ensemble is not None and order.in_turn:  # asked again, since the first iteration may have decided
+        if ensemble is not None and order.in_turn:  # read again, since the first iteration may have changed it
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.take_checksums(bool(self._trainer.is_last_batch))
         elif ensemble is not None:
@@ -225,7 +235,7 @@ class ParallelModels:
         return result
 
     def _gradients(self) -> dict[str, tuple[int, int]]:
-        """Return identity and version of each gradient of pipeline 0's model."""
+        """Return the identity and version of each gradient of pipeline 0's model, by name; both show changes."""
         found = ((name, p.grad) for name, p in self._module.named_parameters())
         return {name: (id(gradient), version_of(gradient)) for name, gradient in found if gradient is not None}
 
@@ -233,7 +243,7 @@ class ParallelModels:
         """Check that an overridden ``optimizer_step`` has changed no gradient between its closure and its step.
 
         Raises:
-            ConfigurationError: it has, of pipeline 0's model only.
+            ConfigurationError: it has changed one, which affects pipeline 0's model only.
         """
         before, self._before_step = self._before_step, None
         if before is None or (now := self._gradients()) == before:
@@ -246,9 +256,10 @@ class ParallelModels:
         )
 
     def _once(self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any]) -> Callable[[], Any]:
-        """Return a closure that notes its result, and that an optimizer may evaluate once.
+        """Return a closure that appends its result to ``results``, and raises when it is called again.
 
-        The other pipelines have no batches left then, and their models are not at the weights of this one.
+        For a second evaluation the other pipelines have no batches, and their models do not follow the weights that
+        the optimizer of pipeline 0 tries.
         """
 
         def run() -> Any:
@@ -260,13 +271,15 @@ class ParallelModels:
                 )
             results.append(closure())
             if self._deployment.parallel.averaging_group is not None and self.skipped.issuperset(range(self.fed)):
-                return torch.zeros((), device=self._cluster.device)  # other groups wait for the vote of a loss scaler
+                # every batch was skipped; for None the precision plugin would skip the loss scaler's vote, for which
+                # other groups wait
+                return torch.zeros((), device=self._cluster.device)
             return results[-1]
 
         return run
 
     def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
-        """Step the optimizers of pipelines 1.., and average all models if any has stepped."""
+        """Step the optimizers of pipelines 1.., and average all models if the optimizer of any has stepped."""
         with self._observers.activity("step"):
             others = [self._step_other(ensemble, n, results, kwargs) for n in range(1, self.fed)]
         if stepped or any(others):
@@ -277,7 +290,7 @@ class ParallelModels:
         ensemble.take_checksums(bool(self._trainer.is_last_batch))
 
     def _step_other(self, ensemble: Ensemble, number: int, results: list[Any], kwargs: dict[str, Any]) -> bool:
-        """Step the optimizers of one of the pipelines 1..; return whether any has stepped."""
+        """Step the optimizers of one of the pipelines 1.., with its model shown; return whether any has stepped."""
         precision = self._trainer.precision_plugin
         loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
         result = None if number in self.skipped or number in self.check.left_out else loss
@@ -290,7 +303,7 @@ class ParallelModels:
         return stepped
 
     def finish_averaging(self) -> None:
-        """Wait for the models of other groups now; otherwise the next step waits when it begins."""
+        """End an averaging that waits for other groups. Without this call the next iteration ends it when it begins."""
         ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
@@ -303,7 +316,10 @@ class ParallelModels:
                 ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
-        """Return the optimizers of pipelines that step in this iteration after the first one that steps."""
+        """Return the optimizers of other pipelines that step in the same iteration as this optimizer.
+
+        The list is empty for an optimizer that is not one of this run.
+        """
         ensemble = self.ensemble
         if ensemble is None:
             return []
@@ -315,10 +331,10 @@ class ParallelModels:
     # -- which model the module shows --------------------------------------------------------------------------------
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Return a context within which the module is the model of one pipeline; None: the reference.
+        """Return a context within which the module shows the model of one pipeline; None: the reference.
 
         Raises:
-            ConfigurationError: there is no pipeline with this number, or nothing is trained yet.
+            ConfigurationError: there is no pipeline with this number, or training has not begun.
         """
         ensemble = self.ensemble
         if number is None:
@@ -331,8 +347,11 @@ class ParallelModels:
 
 
 def check_number(number: int, size: int) -> None:
-    """Check that there is a model of this number, 0-based.
+    """Check that there is a parallel model with this number.
 
+    Args:
+        number: number of the model, 0-based.
+        size: number of parallel models.
     Raises:
         ConfigurationError: there is none.
     """
@@ -345,7 +364,7 @@ def check_number(number: int, size: int) -> None:
 
 @contextlib.contextmanager
 def _counting_steps(optimizer: Optimizer) -> Iterator[list[None]]:
-    """Within this context collect an entry for each step of an optimizer, which a loss scaler may skip."""
+    """Collect an entry for each step of an optimizer within this context; a loss scaler may skip steps."""
     steps: list[None] = []
     hook = unwrapped(optimizer).register_step_post_hook(lambda *_: steps.append(None))
     try:

@@ -1,4 +1,4 @@
-"""A run of the trainer as a pipeline: constructs the parts of the run and connects them."""
+"""A run of the trainer as a pipeline, which constructs the parts of the run and connects them."""
 
 from __future__ import annotations
 
@@ -58,12 +58,11 @@ class PipelineRun:
     Attributes:
         context: trainer, connection and options of the run.
         cluster: the connected processes.
-        configuration: the strategy's options as they are now.
-        batches: brings batches to the device.
+        configuration: current options of the strategy.
+        batches: moves batches to the device.
         deployment: deployment of the module on processes. This and the attributes below exist from :meth:`setup` on.
         models: the models that are trained.
         loop: runs the steps.
-        plan: the plan of the stages; None before the first batch.
     """
 
     deployment: Deployment
@@ -75,16 +74,16 @@ class PipelineRun:
         self.cluster, self.configuration = context.cluster, context.configuration
         self.batches = Batches(context)
         self._undo = contextlib.ExitStack()
-        self._changes = contextlib.ExitStack()  # changes in Lightning and the module that this process can undo alone
+        self._changes = contextlib.ExitStack()  # changes to Lightning and the module that this process can undo alone
 
     @property
     def check(self) -> GradientCheck:
-        """The check of gradients before a step."""
+        """The check of gradients before each optimizer step."""
         return self.models.check
 
     @property
     def is_set_up(self) -> bool:
-        """Whether :meth:`setup` has ended; hooks that make optimizers come before, and may let batches be read."""
+        """Whether :meth:`setup` has run. ``configure_optimizers`` runs before it, and may already read batches."""
         return hasattr(self, "loop")
 
     @property
@@ -95,7 +94,7 @@ class PipelineRun:
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Construct the parts of the run; the plan is made when the first batch is there."""
+        """Construct the parts of the run; the plan is made with the first batch."""
         context, trainer, cluster, configuration = self.context, self.context.trainer, self.cluster, self.configuration
         module, options, fitting, observers = context.module, configuration.options, context.fitting, Observers()
         deployment = self.deployment = deploy(context)
@@ -117,10 +116,10 @@ class PipelineRun:
             commands.advise(trainer, cluster)
         if fitting and options.has_replicas(cluster.stage_map.replicas):
             commands.refuse_to_verify(options.verify, "with replicas each process has only a share of the batch")
-        alike = options.policy.drains and not (options.compile or options.shares_stages or options.system)
-        if fitting and (options.verifies or alike):
-            # else only if asked for: weights are older, units are compiled, replicas of a stage share micro-batches, or
-            # several worlds average
+        # otherwise differences are expected (older weights, compiled units, replicas of a stage that share
+        # micro-batches, several worlds that average), so only verify if the user asks for it
+        comparable = options.policy.drains and not (options.compile or options.shares_stages or options.system)
+        if fitting and (options.verifies or comparable):
             verifier = loop.verifier = commands.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)
@@ -149,11 +148,11 @@ class PipelineRun:
         )
 
     def _adapt(self, fitting: bool) -> None:
-        """Change Lightning for a pipeline, until teardown."""
+        """Apply the changes to Lightning that a pipeline needs, until teardown."""
         trainer, cluster = self.context.trainer, self.cluster
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
-        if cluster.group.world_size > 1:  # first, since others replace hooks that are not the user's
+        if cluster.group.world_size > 1:  # first, since later replacements would be taken for the user's own hooks
             enter(all_replaced(self.without_numbers.replacements()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
@@ -177,7 +176,7 @@ class PipelineRun:
         enter(changes.known_at_epoch_end(trainer))
 
     def _sync_metrics(self) -> None:
-        """Tell all processes rank 0's metrics; a process that waits for them runs what it can meanwhile."""
+        """Send rank 0's metrics to all processes. A process that waits for them runs actions that are ready."""
         connector = self.context.trainer._logger_connector
         assert isinstance(connector, SyncedLoggerConnector)
         self.cluster.control.expect()
@@ -185,21 +184,21 @@ class PipelineRun:
         connector.sync()
 
     def end_training(self) -> None:
-        """Compare what is still to be verified, after the last batch."""
+        """Finish the verification after the last batch."""
         if self.loop.verifier is not None:
             self.loop.verifier.leave()
 
     def teardown(self) -> None:
-        """Give every process the whole module back."""
+        """Undo the changes to Lightning, and give every process the whole module back."""
         self._undo.close()
 
     def end_script(self) -> None:
-        """End a script that runs to be verified, or for advice; called after teardown."""
+        """End the script if the command ``verify`` or ``advise`` runs it and is done. Called after teardown."""
         if self.is_set_up:
             commands.end_script(self.context.trainer, self.loop.verifier)
 
     def model_to_device(self, own: Own) -> None:
-        """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""
+        """Set the device of modules and metric objects. Weights are moved once there is a plan."""
         tell_device(self.context.module, self.cluster.device)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
@@ -207,24 +206,26 @@ class PipelineRun:
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines."""
         if self.context.trainer.training:
-            self.end_iteration()  # the iteration has not ended if a hook has skipped its batch
+            self.end_iteration()  # in case a hook skipped the last batch, so that its iteration has not ended
             self.configuration.in_iteration = True
         return self.batches.to_device(batch, device, dataloader_idx)
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """Return the names of a batch's tensors that a process needs; None is all of them."""
+        """Return the names of the tensors of a batch that the process with this rank needs; None if it needs all."""
         stage, splitter, stage_map = self.context.trainer.state.stage, self.loop.splitter, self.cluster.stage_map
         if self.configuration.options.links.send_batch == "all" or splitter.custom_split is not None or stage is None:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
-            return None  # which weighs micro-batches
+            return None  # the last stage weighs micro-batches, by a function that may read the whole batch
         step = _STEPS[stage]
         if step != STEP and "batch" in self.loop.named_at_batch_end[step]:
             return None
         return self.deployment.pipeline.leaves(step, rank, batch)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run an iteration of the pipeline; on the whole batch, if M was left to the strategy and the step needs it.
+        """Run an iteration of the pipeline, and return the result of the step for the batch.
+
+        With ``num_microbatches="auto"``, a step that cannot be captured on a micro-batch runs on the whole batch.
 
         Raises:
             StageError: the step has raised StopIteration.
@@ -271,18 +272,18 @@ class PipelineRun:
         return result
 
     def end_iteration(self) -> None:
-        """Apply the changes that were asked for within the iteration."""
+        """Apply the changes of options that were requested within the iteration."""
         self.loop.end_iteration()
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Return a context within which the module is the model of one pipeline; None: the reference."""
+        """Return a context within which the module shows the model of one pipeline; None: the reference."""
         return self.models.showing(number)
 
 
 class PipelineOptimization(_AutomaticOptimization):
     """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
 
-    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+    Accumulation, clipping, precision and the hooks of optimizers are still Lightning's.
 
     Args:
         loop: runs the steps.
@@ -291,15 +292,15 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def __init__(self, loop: PipelineLoop, without_numbers: WithoutNumbers) -> None:
         super().__init__(loop.trainer)
-        # Lightning changes these counters in place, also when it loads a checkpoint
+        # shared with Lightning's own optimization, since Lightning updates it in place, also from a checkpoint
         self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._loop = loop
         self._without_numbers = without_numbers
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one iteration; the loss and the metrics are known on every rank afterwards.
+        """Run one iteration. Afterwards every rank knows the loss and the metrics.
 
-        So is what else the step has returned, if a callback may read it.
+        If a callback may read ``outputs``, every rank also knows what else the step has returned.
         """
         cluster = self._loop.cluster
         self._loop.stops = self.trainer.should_stop
@@ -315,19 +316,19 @@ class PipelineOptimization(_AutomaticOptimization):
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
             if cluster.world.rank == 0:
-                stops = self.trainer.should_stop  # the step may have said so
+                stops = self.trainer.should_stop  # the step may have set it
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
             others = dict(result) if "outputs" in self._loop.named_at_batch_end[STEP] else {}
-            cluster.control.expect()  # a message within the iteration may have used up the receive
+            cluster.control.expect()  # again: a message within the iteration may have used the receive posted above
             self._loop.order.run_until(cluster.control.has_news)
-            # each group has its own results, and decides on its own advance
+            # the news is common to all groups; results and the decision on the advance are those of each group
             news, (decided, others) = cluster.control.relay(news, (decided, others))
             result = {**result, **others}
             connector.accept(news["metrics"])
             self.trainer.should_stop = news["stops"]
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
-        # only now, since the other stages wait for rank 0's news
+        # not before the other stages, which wait for rank 0's news, have them
         if self._loop.observed_between_steps:
             self._loop.models.finish_averaging()
         self._loop.bring(self._loop.observed_between_steps)
@@ -337,7 +338,7 @@ class PipelineOptimization(_AutomaticOptimization):
         return result
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        """Run the step as Lightning does, except that all processes may skip a batch together."""
+        """Run the step as Lightning does, but allow a batch without a loss, which all processes skip together."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
         return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
@@ -350,12 +351,12 @@ class PipelineOptimization(_AutomaticOptimization):
         Args:
             step: calls the training step.
             zero_grad: clears the gradients; None if they accumulate.
-            shares_loss: whether all processes return the loss, which the last stage has: an optimizer of the user's may
-                step by it (Polyak's step size).
+            shares_loss: whether the last stage sends the loss to all processes, for optimizers that use it (such as
+                those with Polyak's step size).
         """
         with self._without_numbers.lifted() as by_hook, self._loop.clearing_gradients(zero_grad):
             result = step()
-        if by_hook:  # which may look at gradients
+        if by_hook:  # the hook may read gradients
             self._without_numbers.show_gradients()
         if shares_loss:
             result.loss = self._loop.cluster.control.publish(result.loss)

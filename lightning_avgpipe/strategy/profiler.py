@@ -1,4 +1,4 @@
-"""The profiler: runs trial iterations, and makes a profile from the measurements of all processes."""
+"""The profiler, which runs trial iterations and makes a profile from the measurements of all processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 
 _LONGEST_S = 120.0  # time after which no further round begins
 _FEWEST = 2  # least number of rounds
-_PIECES = 8  # of a curve by kernels; more take time and change little
+_PIECES = 8  # parts of a utilisation curve that is made from kernels; more take time and change little
 
 
 class Profiler:
@@ -42,10 +42,10 @@ class Profiler:
         rehearsal: runs the iterations.
         iterations: largest number of iterations, at least 4.
         schedule: name of the schedule.
-        shows: whether to show a progress bar in this process.
+        shows: whether rank 0 shows a progress bar.
 
     Attributes:
-        too_few: the largest number of micro-batches that did not fit the memory; 0 if all did.
+        too_few: the largest number of micro-batches with which an iteration did not fit the memory; 0 if all did.
     """
 
     def __init__(self, rehearsal: Rehearsal, iterations: int, schedule: str, shows: bool) -> None:
@@ -58,7 +58,7 @@ class Profiler:
         self.too_few = 0
 
     def profile(self, counts: Sequence[int]) -> Profile | None:
-        """Return a profile of one pipeline, measured with a large number of micro-batches.
+        """Return a profile of one pipeline, measured mainly with a large number of micro-batches.
 
         Args:
             counts: numbers of micro-batches to consider, ascending.
@@ -102,10 +102,13 @@ class Profiler:
     def _in_turns(
         self, settings: Sequence[Setting], count: int, tick: Callable[[], object]
     ) -> dict[Setting, list[Recording]]:
-        """Run so many iterations of each setting that fits, in turns, since the speed of machines varies over time.
+        """Run ``count`` rounds, each with one iteration of every setting that fits the memory.
 
-        The first round is not returned. There are fewer rounds if time runs out, the same number on every process.
+        Settings take turns, since the speed of machines varies over time. There are fewer rounds if time runs out, the
+        same number on every process.
 
+        Returns:
+            The recordings by setting, without those of the first round, which warms up.
         Raises:
             MemoryShortage: none of the settings fits.
         """
@@ -143,7 +146,7 @@ class Profiler:
     def _stages(
         self, setting: Setting, others: Sequence[int], tick: Callable[[], object]
     ) -> tuple[dict[int, StageProfile], dict[Setting, list[Recording]]]:
-        """Return the profiles of this process's stages, and the iterations by setting."""
+        """Return the profiles of this process's stages, and the recorded iterations of each setting."""
         others = affordable(others, self._iterations)
         self._rehearsal.run(setting)
         tick()
@@ -189,7 +192,10 @@ class Profiler:
         return curves
 
     def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, Kind], float]) -> dict[tuple[int, Kind], Curve]:
-        """Return utilisation curves by the kernels of one more iteration; without a trace the device counts as full."""
+        """Return utilisation curves made from the kernels of one more iteration.
+
+        If the profiler of torch shows no kernels, the device counts as fully used while an action runs.
+        """
         with tracing_kernels(self._cluster.device) as trace:
             run = self._rehearsal.run(setting)
         shift = _clock_shift(run, trace)
@@ -226,7 +232,7 @@ class Profiler:
         )
         context = memory.other_bytes() // len(self._cluster.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
-        # memory of the device that no stage accounts for is used with any setting
+        # allocated memory that belongs to no stage is used with every setting
         other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0
         found = {}
         for k in self._cluster.stages:
@@ -259,11 +265,11 @@ class Profiler:
     def _averaging_s(self) -> float:
         try:
             return self._rehearsal.averaging_s()
-        except MemoryShortage:  # then there is no room for parallel pipelines either
+        except MemoryShortage:  # parallel pipelines do not fit either, so the time does not matter
             return 0.0
 
     def _weights(self) -> dict[int, float]:
-        """Return each stage's share of the work that is done for all parameters of this process."""
+        """Return each stage's share of this process's parameters, by which times for all of them are divided."""
         plan = self._plan
         counts = {k: plan.stages[k].num_parameters for k in self._cluster.stages}
         total = sum(counts.values())
@@ -283,7 +289,7 @@ def _within_s(run: Recording) -> float:
 
 
 def _clock_shift(run: Recording, trace: KernelTrace) -> float | None:
-    """Return what to add to times of a recording to get times of the kernel trace; None if there is no trace."""
+    """Return the seconds to add to times of a recording to get times of the kernel trace; None if there is no trace."""
     shifts = [
         trace.forwards_s[span.stage, span.action.micro_batch] - span.begin_s
         for span in run.spans

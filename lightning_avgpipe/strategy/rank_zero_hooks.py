@@ -1,4 +1,4 @@
-"""Hooks that run on rank 0 only, since they need results of steps, or all weights: other ranks apply their changes.
+"""Hooks that run on rank 0 only, since they need results of steps or all weights; other ranks apply their changes.
 
 An example is a temperature that ``on_train_epoch_end`` lowers, and that stages on other processes read.
 """
@@ -35,8 +35,8 @@ from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
 
-LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
-_LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
+LARGEST = 2**20  # bytes; larger values of attributes that a step reads on other processes are not sent
+_LARGE = 2**16  # the same for all other attributes, which may grow with every batch
 _MISSING = object()
 _OPTIMIZER = "optimizer"
 
@@ -44,9 +44,12 @@ Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors,
 
 
 def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield hooks that need results or all weights, which rank 0 of a group runs; the others apply their changes."""
+    """Yield replacements for the user's hooks that need results of steps or all weights.
+
+    Rank 0 of a group runs such a hook, and the other ranks apply its changes.
+    """
     module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
-    # a checkpoint has all weights on rank 0, which writes it, unless each process writes its own part
+    # rank 0 has all weights of a checkpoint and writes it, unless each process writes its own part
     in_shards = trainer.strategy.save_distributed_checkpoint  # type: ignore[attr-defined]
     for name in WITH_RESULTS if in_shards else (*WITH_RESULTS, "on_save_checkpoint"):
         if name in vars(module) or is_overridden(name, module):
@@ -61,16 +64,15 @@ class _Hooks:
         self._trainer, self._connection, self._deployment = trainer, connection, deployment
         self._cluster = connection.cluster
         self._module = module = trainer.lightning_module
-        # the states of metric objects stay on rank 0
+        # metric objects are left out: their states stay on rank 0
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
         self._packer = Packer(module)
 
     def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook for every process to call.
+        """Return a hook that every process calls: rank 0 runs the user's hook, the others wait for its changes.
 
-        Where user code calls it, the hook itself runs: within a hook of rank 0 as a part of that hook, within a hook of
-        every process on all of them.
+        When user code calls it, and not Lightning, the user's hook runs as it is, in every process that calls it.
         """
 
         @functools.wraps(hook)
@@ -84,27 +86,34 @@ class _Hooks:
         return run
 
     def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
-        """Run a hook, and tell the other processes what it has changed."""
+        """Run a hook, send its changes to the other processes, and return its result.
+
+        Raises:
+            StepChangedError: it has changed something of other processes that cannot be sent.
+        """
         before = _Attributes(self._modules, self._packer)
         optimization, settings = _optimization(self._trainer), self._settings()
-        consisted = _structure(self._modules, self._trainer.optimizers)
+        structure = _structure(self._modules, self._trainer.optimizers)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
         one = alone() if self._cluster.leaders.world_size == 1 else contextlib.nullcontext()
         with Writes(self._module) as writes, self._leading(), one, in_hook():
             result = hook()
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())
-        consists = _structure(self._modules, self._trainer.optimizers)
-        changed = (part for part, objects in consisted.items() if not _is_same(objects, consists.get(part, [])))
+        now = _structure(self._modules, self._trainer.optimizers)
+        changed = (part for part, objects in structure.items() if not _is_same(objects, now.get(part, [])))
         _check_structure(name, [part for part in changed if self._is_elsewhere(part)])
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
-        asked = {key: value for key, value in self._settings().items() if settings.get(key, _MISSING) != value}
-        self._cluster.control.publish((news, after if after != optimization else None, asked))
+        set_now = {key: value for key, value in self._settings().items() if settings.get(key, _MISSING) != value}
+        self._cluster.control.publish((news, after if after != optimization else None, set_now))
         return result
 
     def _leading(self) -> AbstractContextManager[None]:
-        """Return a context for a hook, which finds one process of its group, and may save a checkpoint of all."""
+        """Return a context for a hook on rank 0. Collectives in it do not wait for the other ranks of the group.
+
+        If the hook saves a checkpoint, the other ranks are asked to take part.
+        """
         save = self._trainer.save_checkpoint
 
         def save_together(*args: Any, **kwargs: Any) -> None:
@@ -115,7 +124,7 @@ class _Hooks:
         return all_replaced([(self._connection, "is_leading", True), (self._trainer, "save_checkpoint", save_together)])
 
     def _settings(self) -> dict[tuple[str, str], Any]:
-        """Return the attributes of trainer and loops that are plain values, such as ``should_stop``, ``max_epochs``."""
+        """Return the attributes of the trainer and its loops that are plain values, such as ``should_stop``."""
         owners = self._with_settings().items()
         return {(owner, name): v for owner, holder in owners for name, v in vars(holder).items() if type(v) in ATOMS}
 
@@ -124,13 +133,13 @@ class _Hooks:
         return {"trainer": self._trainer, "fit_loop": loop, "epoch_loop": loop.epoch_loop}
 
     def _needed_elsewhere(self) -> frozenset[Key]:
-        """Return the attributes that steps read on other processes, and the buffers there."""
+        """Return the attributes that steps read on other processes, and the buffers that other processes hold."""
         holdings = self._deployment.holdings
         owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
         return self._deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether other processes use a module, or a parameter, or something within it or around it.
+        """Return whether other processes use a module or parameter, anything in it, or a module that contains it.
 
         Before there is a plan they may use anything.
         """
@@ -155,14 +164,14 @@ class _Hooks:
         return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
 
     def _follow(self) -> None:
-        """Save the checkpoints that rank 0's hook saves, and apply the changes that it has made."""
-        told: Any = self._cluster.control.publish()
-        while isinstance(told, _Save):
-            self._trainer.save_checkpoint(*told.args, **told.kwargs)
-            told = self._cluster.control.publish()
-        news, optimization, asked = told
+        """Take part in the checkpoints that rank 0's hook saves, then apply the changes that it has made."""
+        message: Any = self._cluster.control.publish()
+        while isinstance(message, _Save):
+            self._trainer.save_checkpoint(*message.args, **message.kwargs)
+            message = self._cluster.control.publish()
+        news, optimization, settings = message
         owners = self._with_settings()
-        for (owner, name), value in asked.items():
+        for (owner, name), value in settings.items():
             vars(owners[owner])[name] = value
         for (path, attribute), *content in news:
             accept(self._module, (path, attribute), unpacked(self._packer, content, self._cluster.device))
@@ -171,10 +180,14 @@ class _Hooks:
 
 
 def accept(root: nn.Module, key: Key, value: Any) -> None:
-    """Set an attribute, a buffer or a variable outside of modules to what another process has sent.
+    """Set an attribute, a buffer, or a variable outside of modules to a value that another process has sent.
 
-    Of a parameter this is whether it is trained.
-    An object that can be changed stays the same one.
+    For a parameter the value is its ``requires_grad``. Buffers and mutable objects are changed in place, if possible.
+
+    Args:
+        root: the LightningModule.
+        key: path of a module, and name of the attribute in it.
+        value: received value.
     """
     path, name = key
     module, held = root.get_submodule(path), variable(root, path, name)
@@ -193,13 +206,13 @@ def accept(root: nn.Module, key: Key, value: Any) -> None:
 
 
 def _check_writes(hook: str, lost: Collection[str]) -> None:
-    """Check that a hook has written into nothing that other processes hold.
+    """Check that a hook has written into no tensor that other processes hold.
 
     Args:
         hook: name of the hook.
-        lost: full names of what it has written into and other processes hold.
+        lost: full names of the tensors that it has written into and that other processes hold.
     Raises:
-        StepChangedError: there are such names.
+        StepChangedError: there are such tensors.
     """
     if not lost:
         return
@@ -212,10 +225,10 @@ def _check_writes(hook: str, lost: Collection[str]) -> None:
 
 
 def _structure(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
-    """Return what training depends on besides values, by full name of a module or parameter.
+    """Return the objects that training depends on, as opposed to their values, by full name of a module or parameter.
 
-    That is the object of this name, what is called in the place of a module's forward, before and after it, and with
-    gradients, and the groups and state of the optimizers.
+    They are the module or parameter itself, a replaced ``forward``, and the hooks of modules and of gradients. For an
+    optimizer (by number) they are its parameters and state.
     """
     found = {f"{_OPTIMIZER} {i}": _kept_by(optimizer) for i, optimizer in enumerate(optimizers)}
     found |= {path: [] for path in modules}
@@ -231,7 +244,7 @@ def _structure(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 
 
 def _kept_by(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters of an optimizer, and what it keeps of them, which changes in place too."""
+    """Return the parameters of an optimizer, and the values in its state, tensors with their version."""
     found: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for kept in optimizer.state.values():
         for value in kept.values() if isinstance(kept, dict) else (kept,):
@@ -240,7 +253,7 @@ def _kept_by(optimizer: Optimizer) -> list[Any]:
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects, and equal numbers."""
+    """Return whether two lists hold the same objects; integers are compared by value."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(a is b or (type(a) is int and a == b) for a, b in pairs)
 
@@ -264,18 +277,18 @@ def _check_structure(hook: str, lost: Sequence[str]) -> None:
 
 
 class _Save(NamedTuple):
-    """A request of rank 0's hook to the other ranks to save a checkpoint with it, with these arguments."""
+    """A message to the other ranks that a hook on rank 0 calls ``save_checkpoint`` with these arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class _Gone:
-    """A placeholder for the value of an attribute that was deleted."""
+    """A message in place of the value of an attribute that was deleted."""
 
 
 class _Attributes:
-    """The state before a hook: attributes and buffers of modules, which parameters are trained, outside variables."""
+    """The state before a hook: attributes, buffers, ``requires_grad`` of parameters, and variables outside modules."""
 
     def __init__(self, modules: dict[str, nn.Module], packer: Packer) -> None:
         self._modules, self._packer = modules, packer
@@ -293,14 +306,14 @@ class _Attributes:
         }
 
     def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Any, ...]]:
-        """Return what has changed since, packed.
+        """Return the keys and packed values of what has changed since this was constructed.
 
         Args:
             hook: name of the hook that has run.
-            needed: attributes that steps read on other processes, and buffers there.
+            needed: attributes that steps read on other processes, and buffers that these hold.
             written: full names of buffers that were written into.
         Raises:
-            StepChangedError: an attribute that steps read on other processes cannot be sent to them.
+            StepChangedError: an attribute in ``needed`` has changed and cannot be sent.
         """
         now, changed = self._holds(), {id(obj) for obj in self._objects.changed()}
         found = []
@@ -326,10 +339,10 @@ class _Attributes:
 
 
 def packed(packer: Packer, value: Any, most: int) -> Packed:
-    """Return a value in a form that can be sent, with copies of its tensors on the host.
+    """Return a value in a form that can be sent: pickled without its tensors, and copies of these on the host.
 
     Raises:
-        Exception: it cannot be pickled, or has more than ``most`` bytes.
+        Exception: it cannot be pickled, holds tensors that cannot be sent, or has more than ``most`` bytes.
     """
     content, tensors = packer.pickled(value)
     if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
@@ -343,18 +356,18 @@ def packed(packer: Packer, value: Any, most: int) -> Packed:
 
 
 def unpacked(packer: Packer, content: Sequence[Any], device: torch.device) -> Any:
-    """Return the value of what :func:`packed` has returned on another process, whose device was another one."""
+    """Return the value that another process has packed; tensors from its device are put on this process's device."""
     pickled, tensors, on_host = content
     here = [t if of_host else t.to(device) for t, of_host in zip(tensors, on_host, strict=True)]
     return packer.unpickled(pickled, here)
 
 
 def _trained(module: nn.Module) -> dict[str, bool]:
-    """Return which of a module's own parameters are trained."""
+    """Return ``requires_grad`` of each of a module's own parameters, by name."""
     return {name: p.requires_grad for name, p in module._parameters.items() if p is not None}
 
 
-# -- optimizers and schedulers, of which every process has a copy -----------------------------------------------------
+# -- optimizers and schedulers, which exist on every process ----------------------------------------------------------
 
 
 def _optimization(trainer: pl.Trainer) -> bytes:

@@ -1,10 +1,10 @@
-"""Rehearsals: iterations of training whose effects are undone.
+"""Rehearsals: trial iterations of training whose effects are undone.
 
 ::
 
-    first batch     -> a copy goes through the transfer hooks, and through as many iterations as are wanted
-                    -> everything is put back
-    the same batch  -> training begins, as if nothing had been
+    first batch     -> a copy goes through the transfer hooks, and through any number of iterations
+                    -> everything is restored
+    the same batch  -> training begins, as if nothing had happened
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from lightning_avgpipe.utils.lightning import DummyLogger, pl
 from lightning_avgpipe.utils.patching import all_replaced, noop, replaced
 from lightning_avgpipe.verify.plain import quiet
 
-_TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
-_SUMS = 2  # timed sums over tied parameters, which may be large; the first also connects the processes
+_TIMES = 3  # timed repetitions of an optimizer step; the first also makes the optimizer states
+_SUMS = 2  # timed sums over tied parameters, few since these may be large; the first also connects the processes
 
 
 class _Prepared(Exception):
@@ -54,13 +54,13 @@ class _Prepared(Exception):
 
 
 class _Trials(ScheduleControl):
-    """A schedule control for trial iterations, which knows nothing of those of training.
+    """A schedule control for trial iterations, separate from that of training.
 
     Attributes:
         captured: number of micro-batches of the batch from which the plan was made.
-        runs: whether iterations run; else they end when the stages are made.
+        runs: whether iterations run; otherwise they end when the stages are made.
         metered: whether memory is measured.
-        kept: what the stages of this process kept in the last measured iteration; None where it cannot be measured.
+        kept: memory that the stages of this process kept in the last measured iteration; None if it was not measured.
     """
 
     captured = 1
@@ -69,11 +69,15 @@ class _Trials(ScheduleControl):
     kept: dict[int, Kept] | None = None
 
     def freeze(self, stages: int) -> None:
-        """Do nothing: a forward and a backward of every stage is measured."""
+        """Do nothing, so that a backward of every stage is measured, also of stages with nothing to train."""
 
     @contextlib.contextmanager
     def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
-        """Within this context a trial iteration runs."""
+        """Run a trial iteration within this context.
+
+        Raises:
+            _Prepared: only the stages are wanted, which are made by now.
+        """
         if not self.runs:
             raise _Prepared
         meter = self._meter(task, plan) if self.metered else None
@@ -87,14 +91,14 @@ class _Trials(ScheduleControl):
 
 @dataclass(frozen=True)
 class Kept:
-    """The memory of a stage in a trial iteration: what actions keep, and what the stage holds in any case."""
+    """The memory of a stage in a trial iteration: what its actions keep, and what it holds with any schedule."""
 
     footprint: Footprint
     holding: Holding
 
 
 class Rehearsal:
-    """Runs trial iterations on one batch; made by :func:`rehearsing`. Every process makes the same calls.
+    """Runs trial iterations on one batch; constructed by :func:`rehearsing`. Every process makes the same calls.
 
     Attributes:
         trainer: trainer of the run.
@@ -119,10 +123,10 @@ class Rehearsal:
             self._step(setting, self._trials(setting))
 
     def run(self, setting: Setting) -> Recording:
-        """Run one iteration of one pipeline, without an optimizer step.
+        """Run one iteration of one pipeline without an optimizer step, and return its recording.
 
         Raises:
-            MemoryShortage: the iteration does not fit the memory of some process; all of them raise it.
+            MemoryShortage: the iteration does not fit the memory of some process; all processes raise it.
         """
         cluster = self.pipeline_run.cluster
         trials = self._trials(setting)
@@ -134,7 +138,7 @@ class Rehearsal:
         return recorder.finish(ClockOffset(), cluster.waits.timeout_s)
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:
-        """Run an iteration; return what this process's stages keep in it, None where that cannot be measured.
+        """Run an iteration, and return the memory that each stage of this process keeps; None if it cannot be measured.
 
         Call it after another iteration.
 
@@ -148,10 +152,12 @@ class Rehearsal:
         return trials.kept
 
     def step_s(self, after: Callable[[], None]) -> float:
-        """Return the seconds of the optimizers' steps in this process. Call it after an iteration.
+        """Return the seconds that the optimizers' steps take in this process. Call it after an iteration.
+
+        Weights and optimizer states are restored when this method returns.
 
         Args:
-            after: called once the optimizers have states, which are dropped when this method returns.
+            after: called once the optimizers have states.
         Raises:
             MemoryShortage: the states do not fit the memory of some process.
         """
@@ -160,7 +166,7 @@ class Rehearsal:
 
         def step() -> None:
             for optimizer in self._optimizers:
-                type(optimizer).step(optimizer)  # without schedulers that count
+                type(optimizer).step(optimizer)  # the class's method: schedulers wrap the instance's, to count steps
 
         with contextlib.ExitStack() as undo:
             for optimizer in self._optimizers:
@@ -177,7 +183,7 @@ class Rehearsal:
         return seconds
 
     def tied_s(self) -> float:
-        """Return the seconds in which stages sum the gradients of the parameters that several of them use.
+        """Return the seconds that it takes to sum the gradients of tied parameters over their stages.
 
         Call it after an iteration. Every process calls it.
         """
@@ -188,7 +194,7 @@ class Rehearsal:
         return self._fastest_s(deployment.parallel.sum_copied_gradients, times, wait)
 
     def averaging_s(self) -> float:
-        """Return the seconds in which this process averages one model with a reference.
+        """Return the seconds that this process takes to average one model with a reference.
 
         Raises:
             MemoryShortage: another model and another reference do not fit the memory of some process.
@@ -202,14 +208,14 @@ class Rehearsal:
         return self._guarded(run, "averaging")
 
     def _guarded(self, do: Callable[[], float], what: str) -> float:
-        """Return what a function returns, unless memory runs out in some process."""
+        """Return the result of ``do``; raise MemoryShortage on all processes if memory runs out in one of them."""
         guard, found = MemoryGuard(), [0.0]
         guard.run(lambda: found.append(do()), what)
         guard.agree(self.pipeline_run.cluster.world)
         return found[-1]
 
     def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = noop) -> float:
-        """Return the seconds of the fastest of several runs, without what comes before each; 0 if there are none."""
+        """Return the seconds of the fastest of several runs of ``do``, without ``before``; 0 if there are no runs."""
         seconds = []
         for _ in range(times):
             before()
@@ -248,17 +254,17 @@ class Rehearsal:
 def rehearsing(
     trainer: pl.Trainer, run: PipelineRun, batch: Any, num_microbatches: Callable[[int], int]
 ) -> Iterator[Rehearsal]:
-    """Within this context iterations can be tried on a batch; after it everything is as before, bit for bit.
+    """Allow trial iterations on a batch within this context, and restore everything after it, bit for bit.
 
     These are restored: gradients, buffers, attributes of all submodules and of the datamodule, the precision plugin's
-    state, collected logs, the state of all random number generators. Callbacks, loggers and hooks around the backward
-    are not called. The stages stay: training would have made the same.
+    state, collected logs, and the state of all random number generators. Callbacks, loggers and hooks around the
+    backward are not called. The stages are kept, since training would make the same ones.
 
     Args:
         trainer: trainer that is about to use its first batch of training.
         run: run of the trainer.
         batch: batch as read from the dataloader; it is not changed.
-        num_microbatches: number of samples of the batch -> number of micro-batches that the stages are planned for.
+        num_microbatches: returns, for a batch size, the number of micro-batches for which the stages are planned.
     """
     module = trainer.lightning_module
     changing = (run.configuration, "options"), (run.loop, "schedule_control"), (run.models, "fed")
@@ -280,7 +286,7 @@ def rehearsing(
 
 @contextlib.contextmanager
 def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Within this context no callback, logger or hook of a backward is called."""
+    """Call no callback, logger or backward hook within this context, and restore the gradient scalers after it."""
     loggers = trainer.loggers
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))

@@ -18,8 +18,8 @@ after the other, 0 to N-1. Each process does this for its own stages, and none w
 The consequences:
 
 - Updates come in the order (iteration, pipeline) on every stage, so the numbers do not depend on the timing.
-- Several groups of processes learn of each other's updates an iteration later, and log together. Before an event that
-  needs drained pipelines the groups wait for these updates. A drain that was not foreseen does not change results.
+- Several groups of processes get each other's updates an iteration later, and log together. Before an event that needs
+  drained pipelines the groups wait for these updates. A drain that was not foreseen does not change results.
 - At most one iteration runs early, and no optimizer steps early. So between two optimizations hooks find models and
   optimizers as they are after batch t; gradients, and buffers that a step changes, may belong to batch t+1 already.
 - Batch t+1 is read when pipeline 0 has stepped, at the same point of the program in all processes. Its transfer hooks
@@ -67,8 +67,9 @@ class RollingOrder(IterationOrder):
         self.overlap = Overlap(loop)
         self._engine = Engine(loop.cluster, STEP, rolls=True)
         self._now: Iteration | None = None  # iteration in which models step
-        self._versions: dict[int, dict[str, int]] = {}  # of the weights of models that have begun the next iteration
-        self._meets = False  # whether processes wait for each other when a model steps, to take norms of gradients
+        # versions of the weights, by name, of each model that has begun the next iteration
+        self._versions: dict[int, dict[str, int]] = {}
+        self._meets = False  # whether processes wait for each other before a model steps, to take norms of gradients
         values = loop.models.step_log.batch_values
         values.refuses = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
 
@@ -83,12 +84,15 @@ class RollingOrder(IterationOrder):
         return self.loop.configuration.rolls
 
     def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
-        """Return a context within which a step function is called, whichever batch Lightning's loop is at."""
+        """Return a context within which a step function is called, maybe before Lightning's loop is at its batch."""
         overlaps = iteration.step == STEP and self.overlaps
         return self.overlap.calling(iteration) if overlaps else super().calling(iteration)
 
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
-        """Run until pipeline 0 has ended its batch; without an optimizer step, until all pipelines have."""
+        """Run until pipeline 0 has ended its batch; if no optimizer steps after it, until all pipelines have.
+
+        See :meth:`IterationOrder.train`.
+        """
         loop, overlap = self.loop, self.overlap
         if not self.overlaps or loop.passes:
             return super().train(batches, rest)
@@ -107,7 +111,7 @@ class RollingOrder(IterationOrder):
         self._end(iteration, 0)
         result, steps = loop.result(iteration), not loop.accumulates
         self._after(iteration, 0, steps)
-        goes_on = steps and self.in_turn  # the first iteration may have found a reason against it
+        goes_on = steps and self.in_turn  # False if the first iteration has found a reason not to roll
         if not goes_on:
             for n in range(1, len(iteration.works)):
                 self._end(iteration, n)
@@ -117,7 +121,7 @@ class RollingOrder(IterationOrder):
         return None if 0 in loop.models.skipped else result
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
-        """Let pipeline 0 begin its next iteration, now that it has stepped; let the others end, step and begin in turn.
+        """Average model 0, which has stepped, and begin its next iteration; then end, step and average the others.
 
         Args:
             step: steps the optimizers of a pipeline.
@@ -133,13 +137,13 @@ class RollingOrder(IterationOrder):
                 if iteration is not None and 0 < n < loop.models.stepping:
                     if n < len(iteration.works):
                         self._end(iteration, n)
-                    self._after(iteration, n, steps=True)  # its batches before may be accumulated
+                    self._after(iteration, n, steps=True)  # also without a batch: it may have accumulated gradients
                     step(n)
                 with observers.activity("averaging"):
                     ensemble.averager.average_one(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
-            if not goes_on:  # the same in all groups
+            if not goes_on:  # decided alike in all groups, which reset together
                 ensemble.averager.reset()
             if iteration is not None:
                 self._issue(iteration)
@@ -150,16 +154,13 @@ class RollingOrder(IterationOrder):
             raise
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Run what can run here of all pipelines until something is over; see :meth:`IterationOrder.run_until`."""
+        """Run the actions of all pipelines that are ready in this process until ``over()`` returns True."""
         if self._engine.runs:
             with self._running():
                 self._engine.run_until(over)
 
     def meet(self, what: str, members: Collectives | None = None) -> None:
-        """Run what can run here of all pipelines until all members have come to this, and wait for that.
-
-        See :meth:`IterationOrder.meet`.
-        """
+        """Run the actions that are ready in this process until all members have called this; see the base class."""
         members = members or self.loop.cluster.group
         if self._engine.runs and members.world_size > 1:
             met = members.begin_barrier(what)
@@ -167,7 +168,7 @@ class RollingOrder(IterationOrder):
             met.finish()
 
     def drain(self) -> None:
-        """Discard what the next iteration has run."""
+        """Discard what has run of the next iteration."""
         for iteration in self.overlap.coming:
             self._undo(iteration)
 
@@ -180,12 +181,12 @@ class RollingOrder(IterationOrder):
             self._ensemble.averager.reset()
 
     def stop_if_refused(self) -> bool:
-        """Stop rolling for this run, with ``rolling="auto"``, if the captured step or its data do not allow it.
+        """With ``rolling="auto"``, stop rolling for this run if the captured step or its data do not allow it.
 
         Every process calls it.
 
         Returns:
-            Whether pipelines wait for each other from now on.
+            Whether rolling has stopped, so that pipelines wait for each other from now on.
         """
         loop = self.loop
         if not loop.configuration.may_stop_rolling or STEP not in loop.deployment.pipeline.steps:
@@ -196,7 +197,7 @@ class RollingOrder(IterationOrder):
 
     @property
     def _metric_refused(self) -> str:
-        """The message that refuses a metric object which the step updates; empty if it updates none."""
+        """The error message for a metric object that the step updates; empty if it updates none."""
         metric, module = self.loop.models.step_log.batch_values.in_step, self.loop.module
         if metric is None:
             return ""
@@ -220,7 +221,7 @@ class RollingOrder(IterationOrder):
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def _clear_in_turn(self, iteration: Iteration) -> None:
-        """Clear the gradients as Lightning does; in an iteration that has begun early, only call the hooks."""
+        """Clear the gradients as Lightning does. If the iteration has begun early, only call the hooks, now due."""
         loop, zero_grad = self.loop, self.loop.zero_grad
         if zero_grad is None:
             pass
@@ -234,7 +235,11 @@ class RollingOrder(IterationOrder):
             loop.trainer.precision_plugin.pre_backward(iteration.first_loss, loop.module)
 
     def _run_first(self, iteration: Iteration) -> bool:
-        """Begin the pipelines that have not begun, or run all to the end; return whether there is anything to run."""
+        """Begin the pipelines that have not begun; if the iteration cannot overlap others, run all to their end.
+
+        Returns:
+            False if the batch is skipped, since it trains nothing and there are no stages yet.
+        """
         loop, overlap, numbers = self.loop, self.overlap, range(len(iteration.works))
         loop.models.skipped, before = frozenset(), self._pipelines
         if not iteration.begun and overlap.checked:
@@ -269,10 +274,10 @@ class RollingOrder(IterationOrder):
         return {name: version_of(weight) for name, weight in self._ensemble.models.parameters(n).items()}
 
     def _check_weights(self, iteration: Iteration) -> None:
-        """Check that hooks have changed no weights of models that have begun an iteration.
+        """Check that hooks have changed no weights of models that have begun this iteration.
 
         Raises:
-            ConfigurationError: names a weight.
+            ConfigurationError: they have changed some, which the message names.
         """
         now = {n: self._versions_of(n) for n in sorted(iteration.begun)}
         changed = [f"'{name}'" for n in now for name, was in self._versions[n].items() if now[n].get(name) != was]
@@ -285,7 +290,7 @@ class RollingOrder(IterationOrder):
             )
 
     def _rolls(self, iteration: Iteration) -> bool:
-        """Return whether this iteration may overlap others: the stages are there, and nothing looks at it alone."""
+        """Return whether an iteration may overlap others: it has stages, and is not verified, observed or measured."""
         deployment, num_pipelines = self.loop.deployment, self.loop.configuration.num_pipelines
         verifier = self.loop.verifier
         return (
@@ -310,13 +315,13 @@ class RollingOrder(IterationOrder):
         iteration.begun.add(n)
 
     def _announce_loss(self, iteration: Iteration, loss: Tensor) -> bool:
-        """Return whether hooks are told of the first loss now; keep the loss of an early iteration for later."""
+        """Return whether the hook before the backward is called now; of an early iteration, keep the loss for it."""
         if iteration.progress is not None:
             iteration.first_loss = loss.detach()
         return iteration.progress is None
 
     def _end(self, iteration: Iteration, n: int) -> None:
-        """Run until pipeline n has ended the iteration."""
+        """Run until pipeline n has ended the iteration, and note whether its batch was skipped."""
         if n == len(iteration.outcomes):
             with self._running():
                 ended = self._engine.finish([n])
@@ -328,7 +333,13 @@ class RollingOrder(IterationOrder):
             self.loop.models.skipped |= {n}
 
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
-        """Sum gradients over copies and replicas, call hooks of a backward, and check the gradients of pipeline n."""
+        """Sum the gradients of model n over copies and replicas, call the hooks after the backward, and check them.
+
+        Args:
+            iteration: iteration that pipeline n has ended.
+            n: number of the pipeline.
+            steps: whether its optimizers step next.
+        """
         assert iteration.loss is not None
         if self.loop.models.decide_to_sum(steps, self.in_turn):
             sums = self.loop.deployment.parallel.begin_sum(n, replicas=True)
@@ -349,7 +360,7 @@ class RollingOrder(IterationOrder):
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run actions within this context, which put the models of their pipelines into the module."""
+        """Run actions, which show the model of their pipeline, within this context; show model 0 after it."""
         try:
             with torch.enable_grad():
                 yield
@@ -357,14 +368,14 @@ class RollingOrder(IterationOrder):
             self._ensemble.place(0)
 
     def _issue(self, iteration: Iteration) -> None:
-        if iteration.entries is not None:  # else the iteration did not roll, and has logged
+        if iteration.entries is not None:  # otherwise the iteration did not roll, and its values are logged already
             with iteration.precision():
                 self.loop.models.step_log.issue_collected(iteration.entries)
 
     # -- the next iteration -------------------------------------------------------------------------------------------
 
     def _go_on(self, n: int, iteration: Iteration) -> None:
-        """Let pipeline n begin the next iteration, if it may."""
+        """Let pipeline n begin the next iteration, if it may; pipeline 0 reads its batches."""
         if n == 0 and not [*self.loop.schedule_control.observers]:
             self.overlap.next(iteration.rest)
         following = self.overlap.coming[0] if self.overlap.coming else None
@@ -387,11 +398,16 @@ class RollingOrder(IterationOrder):
                 optimizer.zero_grad()
 
     def _undo(self, iteration: Iteration, together: bool = True) -> None:
-        """Discard what an early iteration has run; no optimizer has used it."""
+        """Discard what has run of an early iteration, which no optimizer has used yet, and restore buffers.
+
+        Args:
+            iteration: the iteration, which will run again.
+            together: whether every process calls it; otherwise the channels are not used any more.
+        """
         begun, iteration.begun = sorted(iteration.begun), set()
         if together and self.loop.cluster.group.world_size > 1:
             with torch.enable_grad():
-                for n in begun:  # run to the end, since messages are on their way
+                for n in begun:  # run to the end, so that no message stays in a channel
                     self._engine.finish([n])
         self._engine.clear()
         if self.loop.deployment.parallel.ensemble is not None and begun:
@@ -407,5 +423,5 @@ class RollingOrder(IterationOrder):
 
 
 def order(loop: PipelineLoop) -> RollingOrder | None:
-    """Return the order of a run whose pipelines can roll; None for others."""
+    """Return a rolling order if the pipelines of the run can roll; otherwise None."""
     return RollingOrder(loop) if loop.configuration.can_roll else None

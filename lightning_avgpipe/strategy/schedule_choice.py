@@ -1,4 +1,4 @@
-"""Schedule choice: builds the schedule of an iteration, as asked for and as far as the plan allows."""
+"""Schedule choice: builds the schedule of an iteration from what was requested and from the plan of the stages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """The schedule that was asked for.
+    """The schedule that the options request.
 
     Attributes:
         given: name of the schedule, or a function that builds it.
         advance: h; ``"auto"``: the advance adapts, and is given with each iteration.
-        splits: whether stages can split their backwards, as far as that is known.
+        splits: whether stages may be able to split their backwards; False: they cannot.
     """
 
     given: str | Builder
@@ -49,29 +49,32 @@ class ScheduleRequest:
     splits: bool = True
 
     def on(self, several: bool) -> ScheduleRequest:
-        """Return the schedule that is possible: a lone process overlaps nothing, and by default goes depth first.
+        """Return the request with its defaults resolved.
+
+        One process has no transfers to overlap, so its default is depth first. Only ``"advance_forward"`` on several
+        processes adapts its advance.
 
         Args:
             several: whether several processes share the stages.
         """
         if not several and (self.given == "auto" or (self.given == "advance_forward" and self.advance == "auto")):
             return replace(self, given=DEPTH_FIRST, advance=0)
-        adapts = self.advance != "auto" or (several and self.given == "advance_forward")
-        return self if adapts else replace(self, advance=0)
+        is_resolved = self.advance != "auto" or (several and self.given == "advance_forward")
+        return self if is_resolved else replace(self, advance=0)
 
 
 class ScheduleChoice:
     """Builds the schedules of a run. Every process has a ScheduleChoice, and all build the same schedules.
 
     Args:
-        request: schedule that was asked for.
+        request: requested schedule.
         cluster: the connected processes, with the stages that each hosts.
-        memory_limit: returns the bytes that no stage may exceed now.
+        memory_limit: returns the bytes that each stage may use now.
         module: module that is trained.
 
     Attributes:
-        request: schedule that was asked for; its advance may change between iterations.
-        memory_limit: returns the bytes that no stage may exceed now.
+        request: requested schedule, with its defaults resolved; its advance may change between iterations.
+        memory_limit: returns the bytes that each stage may use now.
         frozen: number of stages, from the first, that run forwards only.
         plan: plan of the stages; None: there is none yet, or schedules do not depend on it.
     """
@@ -101,22 +104,22 @@ class ScheduleChoice:
         return self.adapts or self.request.given == "auto"
 
     def follow(self, plan: Plan | None) -> None:
-        """Use the stages of this plan; None: another plan will follow."""
+        """Choose schedules by the costs of this plan from now on; None: forget the plan until the next one is made."""
         self.plan = plan
         self._built.clear()
 
     def take_wanted(self) -> Placement | None:
-        """Return, once, another placement of stages that the schedule chosen by ``"auto"`` needs; None: they stay."""
+        """Return, once, the placement of stages that ``schedule="auto"`` needs for its choice; None: no change."""
         wanted, self._wanted = self._wanted, None
         return wanted
 
     def first_advance(self, num_microbatches: int) -> int:
-        """Return the advance to begin with, on the stages of the present plan."""
+        """Return the advance to begin with on the stages of the current plan, as their costs suggest."""
         costs = self._costs
         return 0 if costs is None else first_advance(uneven_steps(costs), num_microbatches, costs)
 
     def fix(self, advance: int) -> None:
-        """Fix the advance of every iteration. Depth first has none: with an advance it is the schedule asked for."""
+        """Use a fixed advance from now on; if it is not 0, depth first is replaced by the requested schedule."""
         self.request = replace(self.request, given=self._asked if advance else self.request.given, advance=advance)
         self._built.clear()
 
@@ -126,7 +129,7 @@ class ScheduleChoice:
         return stage_costs(self.plan, self.frozen) if self.plan is not None and self.plan.measured else None
 
     def warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
-        """Return the number of forwards before the first backward, by stage, with an advance that adapts."""
+        """Return, for an adaptive advance, the number of forwards that each stage runs before its first backward."""
         costs, even = self._costs, (1,) * (self._cluster.stage_map.num_stages - 1)
         return stepped_warm_up(even if costs is None else uneven_steps(costs), shape.num_microbatches, advance)
 
@@ -135,8 +138,9 @@ class ScheduleChoice:
 
         Args:
             shape: shape of the iteration.
-            advance: advance of the iteration, if advances adapt.
-            plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
+            advance: advance of the iteration; ignored unless advances adapt.
+            plan: plan of the stages, which decides whether a schedule that relays values past stages is replaced by
+                1F1B; None: it is not.
         """
         if self.request.advance == "auto":
             schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.request.given))
@@ -165,16 +169,16 @@ class ScheduleChoice:
         return build(given, num_stages, num_microbatches, advance, devices_of(given, num_stages, hosts))
 
     def _choose(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """Return the fastest schedule by simulation; before there is a plan, the one that needs least memory.
+        """Return the fastest schedule by simulation; before there is a plan, the one that needs the least memory.
 
-        All ranks know the plan, and so choose the same.
+        All ranks know the plan, so they choose the same.
         """
         plan = self.plan
         if plan is None or plan.forecast is None:
             return build(SAFEST, num_stages, num_microbatches)
         planned = peak_stash(build(SAFEST, num_stages, plan.forecast.num_microbatches))
         most, needs = self.memory_limit(), [stage.memory for stage in plan.stages]
-        # micro-batches of a batch in fewer parts are larger
+        # micro-batches are larger than planned if the batch is split into fewer
         larger = plan.forecast.num_microbatches / num_microbatches
 
         def fits(schedule: Schedule) -> bool:
@@ -187,7 +191,7 @@ class ScheduleChoice:
         chosen = fastest(costs, num_microbatches, owners, fits, self.request.splits, self._may_want)
         placement = RECIPES[chosen.name].placement
         if self._may_want and RECIPES[chosen.name].needs == "v" and self._cluster.stage_map.placement != placement:
-            self._wanted, self._may_want = placement, False  # asked for once; until the plan follows, another schedule
+            self._wanted, self._may_want = placement, False  # requested once; until then the best other schedule runs
             if self._cluster.rank == 0:
                 _log.info("schedule %s: stages are placed there and back from the next plan on", chosen.name)
             chosen = fastest(costs, num_microbatches, owners, fits, self.request.splits)
@@ -196,9 +200,9 @@ class ScheduleChoice:
         return chosen
 
     def _passing(self, schedule: Schedule, plan: Plan) -> Schedule:
-        """Return 1F1B in place of a schedule in which values pass stages, if it does not fit or loses by simulation.
+        """Return a schedule that relays values past stages, or 1F1B if the former does not fit or is simulated slower.
 
-        All ranks know the plan, and so return the same. A user's own schedule is not simulated.
+        All ranks know the plan, so they return the same. A user's own schedule is not simulated.
         """
         needs, given, why = [stage.memory.total for stage in plan.stages], self.request.given, ""
         simulate = RECIPES[given].gain if isinstance(given, str) else getattr(given, "gain", None)

@@ -5,8 +5,8 @@
     every rank    iteration 7 ....... report: time, memory          accept: from iteration 8 on advance 2
     rank 0        iteration 7 ....... reports of 6 and 7, if there, decide: 2, to all after iteration 7
 
-No rank waits for a report: late reports count later. All ranks learn of a decision with what rank 0 publishes after
-every iteration anyway, so all change the advance at the same iteration.
+No rank waits for a report: one that arrives late counts later. Rank 0 sends its decisions with what it publishes after
+every iteration anyway, so all ranks change the advance at the same iteration.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
 
 
 class ScheduleControl:
-    """Gives each iteration of one run of the trainer its schedule, and adapts the advance where that is asked for.
+    """Gives each iteration of one run of the trainer its schedule, and adapts the advance if this was requested.
 
-    A shape of iterations begins with advance 0, which needs the least memory. The memory of that iteration is measured,
-    and tells what any other advance would need; with the next publication of rank 0 the first advance that fits is
-    taken. Only times of ordinary iterations count: none that was measured or recorded, that had fewer samples than
-    others, or that came after something else than an iteration of training.
+    The first iteration of each shape has advance 0, which needs the least memory. Its memory is measured, from which
+    follows what any other advance would need. Rank 0 then chooses the first advance that fits, and publishes it. Only
+    times of ordinary iterations count: the iteration was not measured or recorded, had as many samples as the largest,
+    and came right after another iteration of training.
 
     Args:
-        request: schedule that was asked for.
+        request: requested schedule.
         context: trainer, connection and options of the run.
         models: models that are trained.
         observers: observers of each iteration, to which meters are added.
@@ -60,7 +60,7 @@ class ScheduleControl:
     Attributes:
         choice: builds the schedules.
         observers: observers of each iteration.
-        peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
+        peaks: stage -> bytes at its peak, as last measured; all ranks know those of all stages.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ScheduleControl:
 
         Args:
             parts: micro-batches of the pipeline.
-            plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
+            plan: plan of the stages; None: as requested, see :meth:`ScheduleChoice.schedule`.
         """
         shape = self._shape(parts)
         return self.choice.schedule(shape, self._shapes[shape].advance, plan)
@@ -102,7 +102,7 @@ class ScheduleControl:
 
     def begin_again(self) -> None:
         """Forget what was measured and decided, since there is another plan. Every rank calls it."""
-        if self.choice.plan is not None:  # a loaded state was meant for that plan
+        if self.choice.plan is not None:  # a state that was loaded belongs to that plan
             self._loaded = None
         self.choice.follow(None)
         self._controller = self._unlogged = None
@@ -110,13 +110,13 @@ class ScheduleControl:
             known.clear()
 
     def measures(self, works: Works) -> bool:
-        """Return whether the memory of such an iteration will be measured; all ranks return the same."""
+        """Return whether the memory of an iteration with these micro-batches is measured; all ranks return the same."""
         known = self._shapes[self._shape(works[0])]
         return len(works) == self._context.configuration.num_pipelines and known.advance not in known.metered
 
     @contextlib.contextmanager
     def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
-        """Within this context an iteration runs, of training or not.
+        """Run an iteration, of training or not, within this context, and measure it.
 
         Args:
             task: task of pipeline 0.
@@ -154,7 +154,7 @@ class ScheduleControl:
                 known.footprints = self._estimated(plan, schedule)
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
-        """Follow the plan of an iteration, and begin with the advance that its costs ask for."""
+        """If the plan is new, use its costs, and start to adapt from the advance that they suggest."""
         choice = self.choice
         if plan is choice.plan or not choice.depends_on_plan:
             return
@@ -162,11 +162,11 @@ class ScheduleControl:
         if choice.adapts:
             first, limit = choice.first_advance(num_microbatches), choice.memory_limit()
             self._controller = AdaptiveAdvance(first, self.predicted, limit, choice.warm_up)
-            if self._loaded is not None:  # it applies after the first iteration, when it is known what fits the memory
+            if self._loaded is not None:  # applies after the first iteration, which shows what fits the memory
                 self._controller.load_state_dict(self._loaded)
 
     def finish(self) -> Decisions:
-        """Report what was measured after an iteration; on rank 0, return the decisions. Every rank calls it."""
+        """Report to rank 0 what was measured, after an iteration; on rank 0, return decisions. Every rank calls it."""
         if not self.choice.adapts and not self._measured:
             return None  # all ranks return here
         report, self._measured = (self._stopwatch.finished(), self._measured), []
@@ -182,7 +182,7 @@ class ScheduleControl:
             self.peaks.update(news[1])
 
     def log(self, trainer: pl.Trainer) -> None:
-        """Log the last decision, at the next step at which metrics are logged."""
+        """Log the last decision once, at the next step at which metrics are logged."""
         if not trainer.loggers or not trainer._logger_connector.should_update_logs:
             return
         if trainer.fit_loop._should_accumulate() or self._unlogged is None:
@@ -209,9 +209,9 @@ class ScheduleControl:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
-        """Return a meter for the memory of an iteration; None where it cannot be measured.
+        """Return a meter for the memory of an iteration; None if it cannot be measured.
 
-        On the host that is a plan without measured costs, since its step may not bear being measured.
+        On the host it is not measured if the plan has no measured costs, since measuring may not work for its step.
 
         Args:
             task: task of pipeline 0.
@@ -230,7 +230,7 @@ class ScheduleControl:
         return HostMeter([*module.parameters(), *module.buffers(), *of_others, *batches])
 
     def _footprints(self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int) -> dict[int, Footprint]:
-        """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
+        """Return the measured memory of each stage of this process, with what it holds for all parallel models."""
         cluster, configuration, ensemble = self._cluster, self._context.configuration, self._models.ensemble
         rolls, num_pipelines = configuration.rolls, configuration.num_pipelines
         held = holdings(
@@ -242,7 +242,7 @@ class ScheduleControl:
         return meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
 
     def _estimated(self, plan: Plan, schedule: Schedule) -> dict[int, Footprint]:
-        """Return the plan's estimates, where memory is not measured; they were made for this schedule."""
+        """Return footprints from the plan's estimates, which were made for this schedule, if memory is not measured."""
         found = {}
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
             stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
@@ -250,21 +250,21 @@ class ScheduleControl:
         return found
 
     def predicted(self, shape: IterationShape, advance: int) -> list[float]:
-        """Return on rank 0 the peak of each stage in bytes, if iterations of a measured shape had this advance."""
+        """Return, on rank 0, the predicted peak in bytes of each stage for a measured shape with this advance."""
         schedule, footprints = self.choice.schedule(shape, advance), self._shapes[shape].footprints
         return [footprints[k].predicted(self._row(schedule, k)) for k in range(shape.num_stages)]
 
     def _row(self, schedule: Schedule, stage: int) -> Sequence[Action]:
-        """Return the actions of a stage, or of its first replica."""
+        """Return the actions of a stage; if it has replicas, those of the first one."""
         return in_turn(schedule[stage], 0, len(self._cluster.stage_map.ranks(stage)))
 
     # -- rank 0 decides ----------------------------------------------------------------------------------------------
 
     def _note(self, rank: int, report: Report) -> None:
-        """Note the measurements that a rank has reported, maybe of an earlier iteration."""
+        """Store the measurements that a rank has reported, maybe of an earlier iteration."""
         times, footprints = report
         for number, seconds in times:
-            if number in self._ran:  # else the iteration ran with an earlier plan
+            if number in self._ran:  # otherwise the iteration ran with an earlier plan
                 self._ran[number].times[rank] = seconds
         for number, stage, *values in footprints:
             if number not in self._ran:
@@ -275,7 +275,7 @@ class ScheduleControl:
             self._peaks[stage] = max(values[0], self._peaks.get(stage, 0)) if replica else values[0]
 
     def _decide(self) -> Decisions:
-        """Return what is new for all ranks, from the iterations that every rank has reported."""
+        """Evaluate the iterations that every rank has reported; return what is new for all ranks."""
         while self._ran and len(next(iter(self._ran.values())).times) == self._cluster.group.world_size:
             self._observe(self._ran.pop(next(iter(self._ran))))
         if self._controller is not None:
@@ -288,7 +288,7 @@ class ScheduleControl:
         return (new, higher) if new or higher else None
 
     def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
-        """Return the advance that a shape begins with, or after a resume goes on with."""
+        """Return the first advance of a shape that fits the memory, or after a resume the saved one."""
         limit = self.choice.memory_limit()
         for stage, peak in enumerate(self.predicted(shape, 0)):
             if peak > limit:
@@ -317,24 +317,24 @@ class ScheduleControl:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what rank 0 knows of advances; None if there is nothing."""
+        """Return the state of rank 0's controller of advances; None if there is none."""
         return self._loaded if self._controller is None else self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of a saved run; it applies after the first iteration, when it is known what fits."""
+        """Load the state of a saved run, which applies after the first iteration, when it is known what fits."""
         self._loaded = state
 
 
 @dataclass
 class _Known:
-    """What is known of a shape of iterations with the present plan.
+    """What is known about a shape of iterations with the current plan.
 
     Attributes:
-        advance: advance chosen for the shape, the same on every rank.
+        advance: current advance of the shape, the same on every rank.
         metered: advances with which memory was measured.
-        largest: largest number of samples.
+        largest: largest number of samples of an iteration.
         footprints: on rank 0, the memory of each stage.
-        decided: on rank 0, the advance of which all ranks will know.
+        decided: on rank 0, the last decision, which becomes ``advance`` when all ranks accept it.
         too_large: on rank 0, whether not even advance 0 fits the memory.
     """
 
@@ -353,7 +353,7 @@ class _Ran:
     Attributes:
         shape: shape of the iteration.
         advance: advance that it ran with.
-        counts: whether its time may be compared with others; see :class:`ScheduleControl`.
+        counts: whether its time counts, as that of an ordinary iteration; see :class:`ScheduleControl`.
         times: rank -> seconds, of the ranks that have reported.
     """
 

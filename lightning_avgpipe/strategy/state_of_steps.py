@@ -1,4 +1,4 @@
-"""State that the end of a step changes on the last stage is brought to hooks that read it on every process.
+"""Send state that the code of a step changes, which the last stage has, to all processes before their hooks read it.
 
 ::
 
@@ -26,7 +26,7 @@ from lightning_avgpipe.utils.lightning import pl
 
 
 class StateOfSteps:
-    """The attributes and variables that code between submodules changes, of which hooks name some."""
+    """Sends attributes and variables that code between submodules changes to hooks whose code names them."""
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
         self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
@@ -38,7 +38,7 @@ class StateOfSteps:
         return Packer(self._module)
 
     def bring(self, owner: Any, name: str) -> None:
-        """Bring what a hook may read to every process; each of them calls it before the hook, or none.
+        """Send what a hook may read from rank 0 to the other processes. Every process calls it before the hook.
 
         Args:
             owner: the module or callback that has the hook.
@@ -56,7 +56,7 @@ class StateOfSteps:
             accept(self._module, key, unpacked(self._packer, content, self._cluster.device))
 
     def _keys(self, owner: Any, name: str) -> Iterator[Key]:
-        """Yield the attributes and variables that the step changes between submodules, and that a hook names."""
+        """Yield the attributes and variables that the step changes between submodules and the hook's code names."""
         graph = self._deployment.pipeline.graph(STEP)
         changed = graph.changed_between
         if changed and (owner, name) not in self._named:
@@ -65,20 +65,20 @@ class StateOfSteps:
         yield from (key for key in changed if key[1].rpartition(".")[2] in self._named[owner, name])
 
     def _functions(self, owner: Any, name: str) -> list[Callable[..., Any]]:
-        """Return the functions of a hook, and those which it calls that are not named in it."""
+        """Return the functions of a hook, and functions that it calls without naming them."""
         functions = [getattr(type(owner), name, None), vars(owner).get(name)]
         if name == "lr_scheduler_step":
             for config in self._trainer.lr_scheduler_configs:
                 scheduler: Any = config.scheduler
                 functions += [*getattr(scheduler, "lr_lambdas", ()), type(scheduler).step, type(scheduler).get_lr]
-        if name == "optimizer_step":  # these run within it
+        if name == "optimizer_step":  # Lightning calls these hooks within it
             owners: list[Any] = [self._module, *self._trainer.callbacks]  # type: ignore[attr-defined]
             for inner in ("on_before_optimizer_step", "configure_gradient_clipping"):
                 functions += [getattr(type(one), inner, None) for one in owners]
         return [function for function in functions if function is not None]
 
     def _packed(self, key: Key) -> Any:
-        """Return a value in a form that can be sent; None: it is large, or cannot be pickled, and stays here."""
+        """Return a value in a form that can be sent; None if it is too large or cannot be pickled, and is not sent."""
         try:
             return packed(self._packer, variable(self._module, *key).state()["value"], LARGEST)
         except Exception:  # pickling runs code of the objects, which may raise any error

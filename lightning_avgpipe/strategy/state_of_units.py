@@ -1,4 +1,4 @@
-"""State that submodules change on their own process is brought to the others before user code between steps reads it.
+"""Send state that submodules change on their own process to the others, before user code between steps reads it.
 
 ::
 
@@ -30,35 +30,33 @@ from lightning_avgpipe.utils.names import joined
 
 
 class StateOfUnits:
-    """Buffers, attributes and variables that submodules change in steps: each process has those of its stages."""
+    """Sends buffers, attributes and variables that submodules change in steps, each from the process of its stage."""
 
     def __init__(self, module: nn.Module, cluster: Cluster, deployment: Deployment) -> None:
         self._module, self._cluster, self._deployment = module, cluster, deployment
 
     def owners(self, step: str, changed: bool = True, made: bool = False) -> dict[Key, int]:
-        """Return what submodules change or make in a step, and the rank that has it; the same on all processes.
+        """Return what submodules change in a step, with the rank that has it. All processes return the same.
 
-        Nothing belongs to a step that has no stages any more, since there is a new plan. It has them again when it runs
-        next.
+        The result is empty for a step without stages: after a new plan it gets them when it runs next.
 
         Args:
             step: name of the step function.
-            changed: whether to return what submodules change each time.
-            made: whether to return what they make in the first run only.
+            changed: whether to include what submodules change in every run.
+            made: whether to include what they make in the first run only.
         """
         divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
         return dict(self._owned(step, changed, made)) if divided else {}
 
     def bring(self, step: str, owners: Mapping[Key, int], lenient: bool = False) -> None:
-        """Bring what submodules have changed to all processes of the group. Each of them calls it.
+        """Send what submodules have changed to all processes of the group. Each of them calls it.
 
-        Of a step of training these are the buffers of each parallel model; else those of the model that the module
-        shows.
+        For the training step, the buffers of all parallel models are sent; otherwise those that the module has now.
 
         Args:
             step: name of the step function.
-            owners: what to bring, as of :meth:`owners`.
-            lenient: whether what cannot be sent stays what it was; else it is an error where it is used.
+            owners: what to send, as :meth:`owners` returns it.
+            lenient: whether a value that cannot be sent is left as it is elsewhere; otherwise using it there raises.
         """
         parallel, trains = self._deployment.parallel, step == STEP
         with parallel.showing_reference(False) if trains else contextlib.nullcontext():
@@ -69,8 +67,8 @@ class StateOfUnits:
 
         Args:
             owners: attribute, buffer or variable -> rank that has it.
-            ensemble: parallel models, which have buffers of their own; None: those that the module has now.
-            lenient: whether what cannot be sent stays what it was; else it is an error where it is used.
+            ensemble: parallel models with buffers of their own; None: only the model that the module shows.
+            lenient: as for :meth:`bring`.
         """
         packer, size = Packer(self._module), 1 if ensemble is None else ensemble.models.size
         buffers = {(path, name) for path, module in self._module.named_modules() for name in module._buffers}
@@ -84,7 +82,7 @@ class StateOfUnits:
             with shown(n):
                 mine.append({key: self._packed(packer, key) for key in keys})
         shared = None if ensemble is None else ensemble.models.shared
-        if shared is not None:  # the reference's, which rolling groups have averaged before
+        if shared is not None:  # the reference's buffers, which rolling groups have averaged before
             keys = [k for k in buffers if owners.get(k) == self._cluster.rank and joined(*k) in shared.buffers]
             mine.append({key: self._packed(packer, key, shared.buffers[joined(*key)]) for key in keys})
         found = self._cluster.group.exchange_objects(mine, "what submodules have changed")
@@ -114,13 +112,20 @@ class StateOfUnits:
         of_units = (graph.made_by_units if made else {}, graph.changed_by_units if changed else {})
         for (path, name), node in itertools.chain(*(one.items() for one in of_units)):
             hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()
-            if node >= 0 and len(hosts) <= 1:  # another submodule may have changed it, or code between those of its own
+            # the node decides, since another submodule may have changed it, or code between its own submodules
+            if node >= 0 and len(hosts) <= 1:
                 yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))
             elif len(hosts) == 1:
                 yield (path, name), hosts.pop()
 
     def _packed(self, packer: Packer, key: Key, held: Any = None) -> Any:
-        """Return what is held under a key in a form that can be sent; None: what the module has there."""
+        """Return a value in a form that can be sent, or an :class:`Elsewhere` if it cannot.
+
+        Args:
+            packer: pickles the value.
+            key: path of a module, and name of the attribute.
+            held: the value; None: what the module has under the key.
+        """
         path, name = key
         buffers = self._module.get_submodule(path)._buffers
         try:

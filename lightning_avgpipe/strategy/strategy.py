@@ -74,8 +74,8 @@ from lightning_avgpipe.utils.patching import all_replaced
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
 
-# A run of the trainer, from its set-up until the next one begins. The strategy's methods call its methods of the same
-# name, and give Lightning's method as ``own`` to those that may call it, or not.
+# A run of the trainer, from its set-up until the next one begins. Methods of the strategy call the run's method of the
+# same name. Lightning's own method is passed as ``own`` to those that may need it.
 Run = PipelineRun | WholeRun | PassthroughRun
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -101,8 +101,8 @@ class AvgPipeStrategy(ParallelStrategy):
             ``num_stages=4`` are two pipelines of four stages that train one model, as in ddp; or two models, with
             ``averaging=Averaging(groups=2)``.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
-            stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
-            pipeline, and everything is as on one device; or 1, with a warning, for a step that cannot be captured on a
+            stage, but at least two samples each if batches are normalised. With one stage it is 1: there is nothing to
+            pipeline, and everything is as on one device. It is 1, with a warning, if the step cannot be captured on a
             part of its first batch, or keeps a hidden state from batch to batch. More micro-batches reduce the idle
             time at both ends of an iteration and the memory per micro-batch, but make each kernel smaller.
         num_pipelines: number N of parallel pipelines. Each pipeline trains a model of its own on a batch of its own,
@@ -148,10 +148,10 @@ class AvgPipeStrategy(ParallelStrategy):
             ``split_points`` does, or by patterns such as ``"blocks.*"``: each of these keeps its inputs, and repeats
             its forward within the backward. With True a stage has all activations of one micro-batch during its
             backward, so with few micro-batches in flight a list needs less. The results are the same; buffers,
-            attributes and logs change once. With True what a step changes outside of the module happens again.
+            attributes and logs change once. With True, changes that a step makes outside of the module happen twice.
         compile: whether each unit of a stage (a submodule that no cut divides; the printed plan names them) runs
-            compiled by ``torch.compile``, or the arguments of that: ``{"dynamic": False}``,
-            ``{"backend": "aot_eager"}``. What lies between units runs as it is. Results are then those of the
+            compiled by ``torch.compile``, or a dict of its arguments: ``{"dynamic": False}``,
+            ``{"backend": "aot_eager"}``. Code between units is not compiled. Results are then those of the
             compiler, and a unit draws all its random numbers (dropout) from one stream, which depends on which units
             there are. The first iteration waits for the compiler. Costs are measured without the compiler.
         static_step: whether your ``training_step`` does the same for each micro-batch, so that its Python code need not
@@ -166,7 +166,7 @@ class AvgPipeStrategy(ParallelStrategy):
             checkpoint every n steps and the end of an epoch. With one stage nothing changes.
         averaging: how parallel models are held together, and how they share devices: an :class:`Averaging`. With one
             model it changes nothing.
-        system: a system that goes beyond one run of processes, such as a :class:`Survival`. None: none does.
+        system: a system that goes beyond one run of processes, such as a :class:`Survival`. None: no system.
         planner: planner of the stages. ``"balanced"`` makes stages of about equal time, one for each device of a
             replica. Others choose the number of stages, their cuts, and which devices share each, for the shortest
             iteration within ``memory_limit``; with ``replicas="auto"`` and a given ``num_microbatches``.
@@ -179,12 +179,12 @@ class AvgPipeStrategy(ParallelStrategy):
         links: what is known of the links between processes, and what is sent over them: a :class:`Links`.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
-        loss_weight: weight of a micro-batch in the mean over its batch, for losses that are means of something else
+        loss_weight: weight of a micro-batch in the mean over its batch, for losses that are means over something other
             than samples: a function of a micro-batch that returns a number (such as its number of targets), or the name
             of a tensor of the batch (``"labels"``, ``"1"`` for the second of a tuple), whose entries other than -100
             are counted. Loss, gradients and logged means are then those of the whole batch. A method
             ``loss_weight(self, batch)`` of the LightningModule does the same. None: the number of samples.
-        split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
+        split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are not trees of tensors
             with a common first dimension. A method of this name on the LightningModule does the same.
         shard: ``"optimizer"``: each replica keeps the optimizer states of a part of the parameters only, steps these
             parameters, and sends them to the others (ZeRO-1). Results and checkpoints are the same.
@@ -211,14 +211,14 @@ class AvgPipeStrategy(ParallelStrategy):
             returns True; may reconfigure. Must be set before the run is set up.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option has an invalid value, or options exclude each other.
 
     Source: AvgPipe, Chen et al., PPoPP 2023.
     """
 
     strategy_name = "avgpipe"
-    is_distributed = False  # Lightning asks this custom attribute; its samplers and logs must not go over all processes
-    _distributor: Distributor  # of the present run
+    is_distributed = False  # read by Lightning, whose samplers and logs must not be distributed over all processes
+    _distributor: Distributor  # of the current run
     _parallel_devices: list[torch.device] | None = None
 
     def __init__(
@@ -267,14 +267,14 @@ class AvgPipeStrategy(ParallelStrategy):
         self.tuner: Callable[[Any], bool] | None = None
         self._configuration = Configuration(options)
         self._connection = Connection(links.backend)
-        self._peers: Peers | None = None  # the peers of this process, once it is connected
-        self._run: Run | None = None  # the present or last run; None after connect()
-        self._checkpoints: CheckpointState | None = None  # what they save and load; None before connect()
+        self._peers: Peers | None = None  # the data-parallel peers of this process, once it is connected
+        self._run: Run | None = None  # the current or last run; None after connect()
+        self._checkpoints: CheckpointState | None = None  # what checkpoints save and load; None before connect()
         self._begun = False
         self._undo = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a trained module refers to its trainer and so to this strategy, and torch.save must be able to save the module
+        # torch.save must be able to save a trained module, which refers to its trainer and so to this strategy
         ended = dict.fromkeys(("_run", "_checkpoints", "_distributor", "_peers", "tuner"))
         return {**super().__getstate__(), **ended, "_undo": contextlib.ExitStack()}
 
@@ -282,7 +282,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def accelerator(self) -> pl.accelerators.Accelerator | None:
-        """The accelerator; a trainer sets it first."""
+        """The accelerator. A Trainer sets it first; objects of Lightning's other package are refused then."""
         return self._accelerator
 
     @accelerator.setter
@@ -305,19 +305,19 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        """The number of processes; for code of a step that of groups, which train on other data, as in ddp."""
+        """The number of processes. Code of a step sees the number of groups, which read different data as in ddp."""
         return self.num_groups if hides_rank() else super().world_size
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process; for code of a step, which all stages run, the number of its group."""
+        """The rank of this process. Code of a step, which all stages run, sees the number of its group."""
         return self.group_number if hides_rank() else super().global_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process logs and saves: rank 0, which may be another one of several worlds at times.
+        """Whether this process logs and saves: rank 0, of the world that does so at present if there are several.
 
-        For code of a step every stage of the first group is it.
+        Code of a step sees True on all stages of the first group.
         """
         return super().is_global_zero and (hides_rank() or not getattr(rank_zero_only, "rank", 0))
 
@@ -325,7 +325,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def device_layout(self) -> DeviceLayout:
         """The layout of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        # by the options given at first: a reconfiguration moves stages, and leaves processes in their groups
+        # from the original options, since a reconfiguration moves stages and leaves processes in their groups
         given, averaging = self._configuration.given, self._configuration.given.averaging
         sharing, models = averaging.processes_per_device, averaging.num_groups
         replicas = given.replicas if isinstance(given.replicas, int) else 1
@@ -340,7 +340,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of processes that each host all K stages, in all worlds."""
+        """The number of groups in all worlds; each is a set of processes that hosts all K stages."""
         return self._groups_here * self._system.num_worlds
 
     @property
@@ -373,14 +373,14 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def observers(self) -> Observers:
-        """The observers of the iterations of this process, in a run as a pipeline."""
+        """The observers of this process's iterations. Only a run as a pipeline has them."""
         assert isinstance(self._run, PipelineRun)
         return self._run.loop.schedule_control.observers
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
-        # before anything runs on the device, in the processes to start too
+        # before anything runs on the device; the processes to start inherit the variables
         several = self.device_layout.world_size > 1
         late = [] if self.passthrough else set_environment(self.root_device, os.environ, several)
         if late and several:
@@ -421,14 +421,14 @@ class AvgPipeStrategy(ParallelStrategy):
         return tensor if self._peers is None else self._peers.all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any, decided so."""
+        """Return whether all ranks, or with ``all=False`` any rank, decided True."""
         return self._connection.decide(decision, unanimously=all)
 
-    # -- what was asked for --------------------------------------------------------------------------------------------
+    # -- options -------------------------------------------------------------------------------------------------------
 
     @property
     def options(self) -> Options:
-        """The options as they are now; ``reconfigure`` may change some."""
+        """The current options; ``reconfigure`` may change some."""
         return self._configuration.options
 
     @property
@@ -445,7 +445,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def rolls(self) -> bool:
-        """Whether pipelines of this run go on without waiting for each other.
+        """Whether pipelines of this run roll: they go on to the next batch without waiting for each other.
 
         With ``Averaging(rolling="auto")`` a callback may set this before the first batch.
         """
@@ -479,7 +479,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def facts(self) -> Facts:
-        """The facts about this run on which the effect of options depends."""
+        """The facts about this run that decide which options have an effect."""
         tuned = self.tuner is not None
         return Facts(self.num_models, self.num_stages, self.world_size, self.num_groups, self.replicas, tuned)
 
@@ -505,13 +505,13 @@ class AvgPipeStrategy(ParallelStrategy):
     # -- a run: set-up and teardown ------------------------------------------------------------------------------------
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Connect a module, with which a new run begins."""
+        """Connect a module to the strategy, with which a new run begins."""
         checks.one_run(self._connection.cluster, model)
         super().connect(model)
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
-        if not self.passthrough and model._trainer is not None:  # without a trainer the module is only to be saved
+        if not self.passthrough and model._trainer is not None:  # without a trainer, the module will only be saved
             self._undo.enter_context(saving_what_is_whole(model.trainer, self._why_not_whole))
 
     def _why_not_whole(self) -> str | None:
@@ -524,11 +524,12 @@ class AvgPipeStrategy(ParallelStrategy):
         commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
-            callbacks = keeping_the_last(self.lightning_module.trainer, self._why_not_whole)  # all are known by now
+            # by now all callbacks are known
+            callbacks = keeping_the_last(self.lightning_module.trainer, self._why_not_whole)
             self._undo.enter_context(all_replaced(callbacks))
         super().setup_environment()
         if not self.passthrough:
-            reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes
+            reset_seed()  # as in ddp; also with one process, so that its random numbers are those of several
         self.set_world_ranks()
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1 or (fits and not self.passthrough):
@@ -536,7 +537,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._connect()
 
     def _connect(self) -> None:
-        """Connect the processes in groups of one for each stage, and divide the data among the groups."""
+        """Connect the processes in groups that each host all stages, and divide the data among the groups."""
         assert self.cluster_environment is not None and self.lightning_module is not None
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
@@ -547,18 +548,18 @@ class AvgPipeStrategy(ParallelStrategy):
             self._divide_data(trainer, cluster)
 
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
-        """Let each group read its part of the training data, in bundles of the batches of a step.
+        """Let each group read its part of the training data, in bundles of as many batches as a step takes.
 
-        Called before ``setup`` or ``configure_optimizers`` of the module may ask for the number of iterations.
+        Called before ``setup`` or ``configure_optimizers`` of the module, which may ask for the number of iterations.
         """
-        # partial functions, which can be pickled as a trainer can; data of unknown length ends in all groups at once
+        # functions are partial, so that a trainer can be pickled; data of unknown length ends in all groups at once
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "batches_per_step"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
         self._undo.enter_context(sharing(trainer, self.num_groups))
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Prepare one run of the trainer; the plan is made when the first batch is there."""
+        """Prepare a run of the trainer; the plan is made with the first batch."""
         self._run = self._make_run(trainer)
         super().setup(trainer)
         self._run.setup()
@@ -601,9 +602,9 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Within this context modules are built on the host, or on meta with ``empty_init``.
+        """Build modules on the host within this context, or with ``empty_init`` on the meta device.
 
-        The device gets its own stages only, once there is a plan.
+        The device gets only the stages of its process, once there is a plan.
         """
         if self.passthrough:
             with super().tensor_init_context(empty_init):
@@ -619,21 +620,21 @@ class AvgPipeStrategy(ParallelStrategy):
         self._running.model_to_device(partial(self.model.to, self.root_device))
 
     def on_train_start(self) -> None:
-        """Note that the state which the run resumes from has been loaded."""
+        """Note that training begins, so that the state of a resumed run has been loaded."""
         super().on_train_start()
         self._begun = True
 
     def on_train_end(self) -> None:
-        """Finish what is still to be verified."""
+        """Finish the verification."""
         if isinstance(self._run, PipelineRun):
             self._run.end_training()
         super().on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other processes, unless all have agreed to end here."""
+        """Report the exception to the other processes, unless all have agreed to end here."""
         explain(exception, self._lightning_module)
         self._connection.fail(exception)
-        if isinstance(exception, PeerError):  # of another process; where this one waited tells nothing
+        if isinstance(exception, PeerError):  # another process has failed; the traceback of this one's wait is no help
             exception.__traceback__ = exception.__cause__ = exception.__context__ = None
 
     def teardown(self) -> None:
@@ -650,7 +651,7 @@ class AvgPipeStrategy(ParallelStrategy):
             outside.forget()
         module = self._lightning_module
         if module is not None and on_meta(module):
-            # parameters without contents here (after a failure, or by choice) cannot be moved, but the rest can
+            # parameters that are on meta here (after a failure, or by choice) cannot be moved, but the others can
             to_host(module)
             self._lightning_module = None
         super().teardown()
@@ -666,7 +667,7 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._run
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a dataloader with which one process of each group reads, and the others receive."""
+        """Return a dataloader that reads in one process of each group, and sends to the others."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         readers = self.num_groups if trainer.training else 1
@@ -676,10 +677,10 @@ class AvgPipeStrategy(ParallelStrategy):
         return mirrored
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; for Lightning's loop, also send it to the other ranks of the group.
+        """Move a batch to the device; if Lightning's loop calls this, also send it to the other ranks of the group.
 
-        Lightning sets the name of a hook while it calls the hook. A call by user code in another hook only moves the
-        batch.
+        Lightning sets ``_current_fx_name`` while it calls a hook, which shows whether user code calls this in another
+        hook. Then the batch is only moved.
         """
         own, module = super().batch_to_device, self._lightning_module
         if self._run is None or module is None or module._current_fx_name != "batch_to_device":
@@ -687,19 +688,19 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._run.batch_to_device(own, batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forwards and backwards of a batch; return what the step would return for the batch, detached."""
+        """Run the forwards and backwards of a batch; return what the step would return for it, detached."""
         return self._running.step("training_step", super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run validation_step; return the merged result on rank 0, and on the others if it is asked for there."""
+        """Run validation_step; return the merged result on rank 0, and on other ranks if callbacks read it there."""
         return self._running.step("validation_step", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run test_step; return the merged result on rank 0, and on the others if it is asked for there."""
+        """Run test_step; return the merged result on rank 0, and on other ranks if callbacks read it there."""
         return self._running.step("test_step", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run predict_step; return the merged result on rank 0, and on the others if it is asked for there."""
+        """Run predict_step; return the merged result on rank 0, and on other ranks if it is needed there."""
         return self._running.step("predict_step", super().predict_step, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -719,14 +720,14 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return, on rank 0, the weights of all stages; for a distributed checkpoint this process's own.
+        """Return, on rank 0, the weights of all stages; for a distributed checkpoint those of this process.
 
         Every rank calls it.
         """
         return self._state.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own.
+        """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint that of this process.
 
         Every rank calls it.
         """
@@ -742,7 +743,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
-        # in a hook nothing is made on the meta device, where stand-ins of all weights are to be
+        # hooks redirect new tensors from the meta device, where the stand-ins of all weights must be made
         run = self._run
         with run.without_numbers.lifted() if isinstance(run, PipelineRun | WholeRun) else contextlib.nullcontext():
             self._state.save_pretrained(model, folder, **options)
@@ -757,37 +758,37 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights; those for parameters on meta are kept until it is known which process needs which."""
+        """Load the weights; those of parameters on meta are kept until the plan says which process needs which."""
         self._state.load_weights(super().load_model_state_dict, checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states. They stay on the host until it is known which process needs which."""
+        """Load optimizer states, which stay on the host until the plan says which process needs which."""
         self._state.load_optimizers(self.optimizers, checkpoint)
 
     # -- for callbacks -------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
-        """The stages with their units, parameters and boundary values, known from the first batch on."""
+        """The stages with their units, parameters and boundary values; None before the first batch."""
         return None if self._run is None else self._run.plan
 
     @property
     def run(self) -> Run | None:
-        """The present or last run of the trainer; None if none has been set up."""
+        """The current or last run of the trainer; None if none has been set up."""
         return self._run
 
     @property
     def skipped_models(self) -> int:
-        """The number of times that a model of this group was left out of a step, for an infinite or NaN gradient."""
+        """The number of times that a model of this group was left out of a step, due to an infinite or NaN gradient."""
         return self._running.check.skipped_models
 
     @property
     def peak_memory_bytes(self) -> dict[int, int]:
         """The peak memory of each stage in bytes, measured in the first iteration of each shape and advance.
 
-        On CUDA the allocator's count is taken. Elsewhere the sum of weights, gradients, optimizer states, the batch,
-        and what backwards wait for; with several pipelines, of all models and their reference. Empty before training,
-        and on a CPU with ``costs="flops"``.
+        On CUDA this is the allocator's count. Elsewhere it is the sum of weights, gradients, optimizer states, the
+        batch, and what is kept for backwards; with several pipelines, of all models and their reference. Empty before
+        training, and on a CPU with ``costs="flops"``.
         """
         return dict(self._run.loop.schedule_control.peaks) if isinstance(self._run, PipelineRun) else {}
 
@@ -809,7 +810,7 @@ class AvgPipeStrategy(ParallelStrategy):
         Args:
             num_pipelines: N; None: no change.
             num_microbatches: M, or ``"auto"``; None: no change.
-            advance: h, which does not adapt any more; None: no change.
+            advance: h, which no longer adapts; None: no change.
             num_stages: K, a multiple of the number of processes of each group; None: no change. Weights, optimizer
                 states and parallel models move between the processes, and training goes on with the same bits (but
                 with ``num_microbatches="auto"`` M changes with K). The change is made in the first step that begins
@@ -818,9 +819,9 @@ class AvgPipeStrategy(ParallelStrategy):
             split_points: names of the units at which stages 1..K-1 begin; weights move as for ``num_stages``. None: no
                 change.
         Raises:
-            ConfigurationError: a number that cannot work, or a callback that supports one model only; on several
-                processes also, at the end of the iteration, if not all have asked for the same changes.
-            PartitionError: a split point that is not a submodule.
+            ConfigurationError: a number is invalid, or a callback supports one model only; also, at the end of the
+                iteration, if not all processes have requested the same changes.
+            PartitionError: a split point is not a submodule.
         """
         changes = {name: value for name, value in locals().items() if name != "self"}
         check_changes(changes, self._configuration, self)
@@ -846,7 +847,7 @@ class AvgPipeStrategy(ParallelStrategy):
         Args:
             number: number n of the pipeline in this process's group, 0-based.
         Raises:
-            ConfigurationError: there is no pipeline with this number, or nothing is trained yet.
+            ConfigurationError: there is no pipeline with this number, or training has not begun.
         """
         asked = f"parallel_model({number!r})"
         if not isinstance(number, int):

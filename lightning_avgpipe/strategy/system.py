@@ -1,4 +1,4 @@
-"""The seam for systems that change how processes start, and what they do together beyond one group of them."""
+"""The base class of systems, which change how processes start and what groups of processes do together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class System:
-    """A system that a strategy is given as ``system``. This base class changes nothing; every process has its own.
+    """A value of the strategy's option ``system``. This base class changes nothing. Each process has an instance.
 
     Attributes:
         num_worlds: number of worlds of torch.distributed that train together, each with processes, groups and data of
             its own.
         world_number: number of the world of this process, 0-based.
-        plans_alike: whether plans must be the same in several runs, so that costs are counted and not measured.
+        plans_alike: whether plans must be the same in all worlds, so that costs are counted and not measured.
     """
 
     num_worlds = 1
@@ -32,15 +32,15 @@ class System:
     plans_alike = False
 
     def devices(self, given: Sequence[torch.device]) -> list[torch.device]:
-        """Return the devices of this process's world, given those of the trainer."""
+        """Return the devices of this process's world, given those of the Trainer."""
         return list(given)
 
     def launcher(self, strategy: AvgPipeStrategy) -> _Launcher | None:
-        """Return what starts the processes of all worlds; None if this process is of one, as the strategy starts it."""
+        """Return the launcher that starts all worlds; None in their processes, where the strategy's own is used."""
         return None
 
     def training(self, context: RunContext, deployment: Deployment) -> AbstractContextManager[object]:
-        """Return a context for a run of training, which is entered before the first plan and left after the last step.
+        """Return a context for a training run, which is entered before the first plan and left after the last step.
 
         Args:
             context: trainer, connection and options of the run.

@@ -1,4 +1,4 @@
-"""Averages of weights on several processes: each process averages the weights that it holds."""
+"""Lightning's weight averaging callbacks on several processes: each process averages the weights that it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from lightning_avgpipe.weights.ownership import give_up
 
 
 def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield replacements by which averages of weights are divided as the weights are, and saved whole."""
+    """Yield replacements that divide averages of weights among the processes as the weights are, and save them whole.
+
+    Raises:
+        ConfigurationError: the callback copies the weights before training, but they are on the meta device.
+    """
     module, holdings = trainer.lightning_module, deployment.holdings
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
@@ -31,13 +35,13 @@ def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Rep
                 )
             holdings.copies.append(partial(getattr, callback, "_average_model"))
             yield from _from_an_epoch_on(callback, module, deployment)
-        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None but in training
+        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None if not training
             holdings.copies.append(partial(getattr, callback._average_model, "module"))
             yield from _from_the_start_on(callback, module, deployment)
 
 
 def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield replacements for a callback whose average begins in the midst of training, as a copy of what is there."""
+    """Yield replacements for a callback whose average begins during training, as a copy of the divided module."""
     state_dict, average = callback.state_dict, callback._average_model
 
     def whole_state_dict() -> dict[str, Any]:
@@ -46,7 +50,7 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
             state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
         return state
 
-    mean = callback._avg_fn  # which may be the user's, and read numbers
+    mean = callback._avg_fn  # may be the user's, which may need the numbers of a tensor
 
     def mean_of_present(averaged: Tensor, *others: Any) -> Tensor:
         return averaged if averaged.is_meta else mean(averaged, *others)
@@ -60,7 +64,7 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
 
 
 def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
-    """Yield replacements for a callback whose average is there before the module is divided, and divided then."""
+    """Yield replacements for a callback whose average exists before the module is divided, and is divided with it."""
     average = callback._average_model
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment)
 
 
 def _on_part(function: Callable[..., Any], module: nn.Module, copy: Callable[[], nn.Module]) -> Callable[..., Any]:
-    """Return a function before which a copy of a module gives up the parameters that the module has given up."""
+    """Return a function that first drops the parameters from the copy that the module no longer has, then runs."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -88,5 +92,5 @@ def _on_part(function: Callable[..., Any], module: nn.Module, copy: Callable[[],
 
 
 def _move(average: nn.Module, device: torch.device | str) -> nn.Module:
-    """Move what this process holds of an average, which may begin in an epoch in which it is divided already."""
+    """Move the part of an average that this process holds: the average may already be divided when the epoch begins."""
     return average._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

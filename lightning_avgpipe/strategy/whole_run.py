@@ -1,6 +1,6 @@
-"""Runs of steps that cannot be split into micro-batches, and run whole, as they are written.
+"""Runs whose steps cannot be split into micro-batches, and so run whole, as they are written.
 
-In one process such steps run as on one device. On several processes each holds a part of the module, and all of them
+In one process such steps run as on one device. With several processes, each holds a part of the module, and all of them
 run the same steps in lockstep.
 """
 
@@ -48,8 +48,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 def why_whole(module: pl.LightningModule) -> str | None:
     """Return why the steps of a module run whole; None if a pipeline may run them.
 
-    A pipeline decides when a backward or an optimizer runs, and which samples a step sees. The steps of a module that
-    decides this itself run as they are written.
+    A pipeline decides when a backward or an optimizer runs, and which samples a step sees. If the module decides this
+    itself, its steps run as they are written.
     """
     if not module.automatic_optimization:
         return "uses manual optimization, in which training_step itself runs backwards and optimizers"
@@ -76,15 +76,15 @@ class PassthroughRun:
         self._context = context
 
     def setup(self) -> None:
-        """Do nothing: Lightning's own set-up is all."""
+        """Do nothing: Lightning's own set-up is enough."""
 
     def model_to_device(self, own: Own) -> None:
-        """Give contents to everything on meta, and move the module to the device."""
+        """Initialise everything that is on the meta device, and move the module to the device."""
         self._context.state.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Move the batch with its transfer hooks."""
+        """Move the batch to the device, with its transfer hooks."""
         return own(batch, device, dataloader_idx)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class PassthroughRun:
         return own(optimizer, self.check.after(closure), model, **kwargs)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Return a context within which the module is the only model, which is also the reference."""
+        """Return an empty context: the module is the only model, and also the reference."""
         check_number(number or 0, 1)
         return contextlib.nullcontext()
 
@@ -107,11 +107,11 @@ class PassthroughRun:
 
 
 class WholeRun(PassthroughRun):
-    """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what.
+    """A run of the trainer in which all processes run whole steps in lockstep.
 
     Attributes:
-        plan: the plan of who owns what; None before the first step.
-        check: check of gradients before a step.
+        plan: plan of the process that owns each parameter and buffer; None before the first step.
+        check: check of gradients before each optimizer step.
         without_numbers: wraps the hooks of callbacks, which each process runs for itself.
     """
 
@@ -125,7 +125,7 @@ class WholeRun(PassthroughRun):
         self._undo = contextlib.ExitStack()
 
     def setup(self) -> None:
-        """Prepare the run; the module is divided with the first step."""
+        """Prepare the run; the module is divided when the first step begins."""
         context, trainer, cluster, enter = self._context, self._trainer, self._cluster, self._undo.enter_context
         deployment = self._deployment = deploy(context)
         context.state.begin(deployment)
@@ -138,13 +138,13 @@ class WholeRun(PassthroughRun):
         enter(changes.without_inference_mode(trainer))
         enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
         guarded = self.without_numbers.replacements()
-        enter(all_replaced(each for each in guarded if each[0] is not self._module))  # whose own hooks run in lockstep
+        enter(all_replaced(each for each in guarded if each[0] is not self._module))  # its hooks run in lockstep
         enter(changes.known_at_epoch_end(trainer))
         enter(changes.known_between_hooks(trainer, self._connector.sync))
         self._undo.callback(give_back, context, deployment)
 
     def _divide(self) -> dict[str, int]:
-        """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
+        """Divide the module by the size of its parts; return the rank of the owner of each parameter or buffer."""
         options, cluster, module = self._context.configuration.options, self._cluster, self._module
         conditions = Conditions(build("afab", 1, 1), state_copies=state_copies(self._trainer.optimizers))
         held = memory_of(module, conditions, UpdateScheme(), 0).held
@@ -160,7 +160,7 @@ class WholeRun(PassthroughRun):
         self._undo.close()
 
     def model_to_device(self, own: Own) -> None:
-        """Do nothing: it is not known yet which process needs what."""
+        """Do nothing: weights are moved once the module is divided."""
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Return the reader's batch on every rank's device, after its transfer hooks."""
@@ -170,7 +170,7 @@ class WholeRun(PassthroughRun):
 
     @property
     def lockstep(self) -> Lockstep:
-        """The lockstep of all processes. Every process makes the first access together, which divides the module."""
+        """The lockstep of all processes. The first access, which every process makes, divides the module."""
         if self._lockstep is None:
             owner, exchange = self._divide(), Exchange(self._cluster)
             self._lockstep = Lockstep(self._module, exchange, owner, metrics_of(self._module))
@@ -199,21 +199,21 @@ class WholeRun(PassthroughRun):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run a step in lockstep; in training the whole optimization of a batch already is."""
+        """Run a step in lockstep; a training step is called within :meth:`_run`, which is in lockstep already."""
         if name == "training_step":
             return own(*args, **kwargs)
         with self.lockstep.running(name, speaks=False), alone():
             return own(*args)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one batch of training in lockstep; all processes know the metrics of rank 0 afterwards."""
+        """Run Lightning's optimization of one batch in lockstep; all processes know rank 0's metrics afterwards."""
         with self.lockstep.running("training_step", speaks=False), alone():
             result = run(*args, **kwargs)
         self._connector.accept(self._cluster.control.relay(self._connector.snapshot())[0])
         return result
 
     def _together(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that all processes run in lockstep, except at the end, if each has all weights then."""
+        """Return a hook that all processes run in lockstep, except ``on_train_end`` if each has all weights again."""
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class WholeRun(PassthroughRun):
     ) -> Any:
         """Step this process's parameters; the closure runs on all processes in lockstep."""
         with self.without_numbers.lifted(), self.lockstep.quiet():
-            return own(optimizer, self.check.after(self._closed(optimizer, closure)), model, **kwargs)
+            return own(optimizer, self.check.after(self._closure_in_lockstep(optimizer, closure)), model, **kwargs)
 
     def _stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
@@ -250,13 +250,15 @@ class WholeRun(PassthroughRun):
         def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             with self.lockstep.quiet():
                 if closure is not None:
-                    return step(self._closed(optimizer, closure), **kwargs)
+                    return step(self._closure_in_lockstep(optimizer, closure), **kwargs)
                 self.lockstep.agree_on_gradients(parameters_in(optimizer))
                 return step(**kwargs)
 
         return run
 
-    def _closed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _closure_in_lockstep(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs in lockstep, and then makes gradients that all processes have equal."""
+
         def run() -> Any:
             with self.lockstep.again():
                 result = closure()
@@ -266,12 +268,12 @@ class WholeRun(PassthroughRun):
         return run
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Clip by the norm over all processes."""
+        """Clip gradients by their norm over all processes."""
         with self.lockstep.quiet(), NormsOverStages(self._cluster).clipping(parameters_in(optimizer)):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log on rank 0; the value may be held by another process."""
+        """Log on rank 0 a value that another process may hold."""
         lockstep = self._lockstep
         if lockstep is not None and lockstep.joint.runs:
             raise AvgPipeError(

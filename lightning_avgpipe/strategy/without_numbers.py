@@ -1,12 +1,13 @@
-"""Hooks on processes that have a part of the weights: what needs others is an error, and never left out silently.
+"""Hooks on processes that have a part of the weights: what needs the other weights raises, and is never left out.
 
-A weight of another stage has no numbers, so an operation that needs them raises an error. Two would not: torch computes
-nothing in ``teacher.mul_(0.9).add_(student, alpha=0.1)`` if the student has no numbers, and a gradient that is None
-looks like that of a weight which nothing uses. Within hooks the first is an error with its line, and a gradient of
-another process is there, without numbers, as its weight is. Nor does TensorBoard get the random number that torch shows
-in the place of a tensor without numbers. Nor does a weight without numbers draw random ones, which the next one would
-get in its place: that is an error too, and so is to save or send one, which would be found out when the file is read.
-What is made on the device of a weight (``next(self.parameters()).device``) is on this process's.
+A weight of another stage is on the meta device: it has no numbers, and most operations that need them raise an error.
+These would fail silently, so within hooks they
+
+- raise: to write into a tensor from one without numbers, which torch skips (``teacher.add_(student)``); to draw random
+  numbers for a weight after one without numbers, which has not drawn its own; to save or send a tensor without numbers;
+  to show one in TensorBoard, which would get a random number;
+- work: a gradient of another stage exists, without numbers, since None would look as if nothing used the weight; and
+  tensors that are made on the device of a weight (``next(self.parameters()).device``) are on this process's device.
 """
 
 from __future__ import annotations
@@ -42,29 +43,29 @@ class WithoutNumbers:
 
     Args:
         trainer: trainer of the module that has the hooks.
-        state: what the end of a step changes, which hooks may read; None: it is on every process.
+        state: sends what the code of a step changes before a hook reads it; None: every process has it anyway.
     """
 
     def __init__(self, trainer: pl.Trainer, state: StateOfSteps | None) -> None:
         self._trainer, self._state = trainer, state
         self._running: tuple[Any, str] | None = None  # owner and name of the hook that runs
         self._mode: _NoSilentWrites | None = None  # None outside of hooks
-        self._gradients: dict[int, Tensor] = {}  # stand-ins, by identity of the parameter
-        self._shown: list[torch.nn.Parameter] = []
+        self._gradients: dict[int, Tensor] = {}  # gradients without numbers, by identity of the parameter
+        self._shown: list[torch.nn.Parameter] = []  # parameters that have one now
 
     def replacements(self) -> Iterator[Replacement]:
         """Yield the wrapped hooks of the module, and of callbacks that are not Lightning's."""
-        of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # which may call functions of the user
+        of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # may call functions of the user
         found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
         for owner, name in dict.fromkeys(found):
             base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
-            # one that is not overridden Lightning, which looks through one wrapper, would call
+            # Lightning would call a wrapped hook that is not overridden, since it looks through one wrapper only
             if is_overridden(name, owner, base) or name == "lr_scheduler_step":
                 yield owner, name, self._around(owner, name)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[bool]:
-        """Within this context an iteration or a step runs, which a hook may have called; give whether one has."""
+        """Run an iteration or optimizer step within this context as outside of hooks; give whether a hook called it."""
         mode, self._mode = self._mode, None
         self._hide()
         try:
@@ -83,7 +84,7 @@ class WithoutNumbers:
                 self._shown.append(p)
 
     def _may_have_gradients(self) -> bool:
-        """Return whether there may be gradients of the last step, which tells a process without weights of its own."""
+        """Return whether there may be gradients; a process without trained weights guesses from the step count."""
         own = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad and not p.is_meta]
         return any(p.grad is not None for p in own) if own else self._trainer.global_step > 0
 
@@ -99,7 +100,7 @@ class WithoutNumbers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._mode is not None:
                 return hook(*args, **kwargs)
-            if StepTracer.current() is not None:  # a step that runs whole shares what its hooks use
+            if StepTracer.current() is not None:  # steps run whole, and processes share the weights that hooks use
                 with _refusing_exports():
                     return hook(*args, **kwargs)
             if self._state is not None:
@@ -113,11 +114,11 @@ class WithoutNumbers:
                 with contextlib.ExitStack() as undo:
                     undo.enter_context(self._mode)
                     undo.enter_context(_refusing_exports())
-                    for optimizer in optimizers:  # which must not step what has no numbers
+                    for optimizer in optimizers:  # must not step parameters without numbers
                         undo.callback(optimizer.register_step_pre_hook(lambda *_: self._hide()).remove)
                     return hook(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
-                if "meta" not in str(error) or isinstance(error, AbsentValueError):  # which says where and what
+                if "meta" not in str(error) or isinstance(error, AbsentValueError):  # the latter explains itself
                     raise
                 raise _absent(f"{type(owner).__name__}.{name} at {raising_line(error)} needs the numbers of") from error
             finally:
@@ -128,19 +129,19 @@ class WithoutNumbers:
 
 
 class _NoSilentWrites(TorchDispatchMode):
-    """A context that refuses what torch takes for done although a tensor has no numbers.
+    """A context that refuses operations that torch accepts although a tensor has no numbers.
 
-    That is to write into another tensor from it, to draw for another one the random numbers that were its own, and to
-    compute with it and another one: some operations return a tensor on the device of the other, with what is in memory.
+    These write from it into another tensor, draw random numbers for another one that it should have drawn, or compute
+    with it and another one: some operations then return uninitialised memory on the device of the other.
 
     Args:
-        device: where tensors are made that were to be on the device of such a tensor.
+        device: device for new tensors that were requested on the device of such a tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._passed: dict[torch.Generator, Tensor] = {}  # states of generators that have not drawn
+        self._passed: dict[torch.Generator, Tensor] = {}  # states of generators that should have drawn for one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -174,7 +175,7 @@ class _NoSilentWrites(TorchDispatchMode):
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Leave the innermost mode, which this one is, for a while."""
+        """Leave this mode, which must be the innermost one, within this context."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -184,7 +185,7 @@ class _NoSilentWrites(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _refusing_exports() -> Iterator[None]:
-    """Within this context this thread cannot pickle a tensor without numbers, as ``torch.save`` does, nor show one."""
+    """Refuse, in this thread and context, to pickle (``torch.save``) or show (TensorBoard) a tensor without numbers."""
     reduce, thread = Tensor.__reduce_ex__, threading.get_ident()
 
     def reduce_ex(tensor: Tensor, protocol: Any) -> Any:
@@ -223,9 +224,9 @@ def _absent(what: str) -> AbsentValueError:
 
 
 def _is_made_up(func: Any, given: list[Tensor], result: Any) -> bool:
-    """Return whether an operation gives a new tensor with numbers of one without.
+    """Return whether an operation returns a new tensor with numbers, although one of its arguments has none.
 
-    Operations on lists take these item by item, except for norms.
+    ``_foreach`` operations except norms never do: each item of the result depends on one item of the arguments.
     """
     schema, known = func._schema, {id(tensor) for tensor in given}
     if not any(tensor.is_meta for tensor in given) or (
@@ -238,7 +239,7 @@ def _is_made_up(func: Any, given: list[Tensor], result: Any) -> bool:
 
 
 def _is_left_out(written: list[Tensor], given: tuple[Any, ...]) -> bool:
-    """Return whether a tensor with numbers is written into from one without; lists are taken item by item."""
+    """Return whether a tensor with numbers would be written into from one without; lists are compared item by item."""
     for one in given:
         items = list(one) if isinstance(one, (list, tuple)) else [one] * len(written)
         pairs = zip(written, items, strict=False)
