@@ -1,4 +1,4 @@
-"""Verification: training's first iterations run plainly as well, and are compared by name.
+"""Verification: the first iterations also run plainly, without a pipeline, and all results are compared by name.
 
 Nothing here uses the captured step: the user's own ``training_step`` runs in a copy of the process, with autograd.
 """

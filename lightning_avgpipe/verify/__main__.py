@@ -10,10 +10,10 @@ from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script; every AvgPipeStrategy in it verifies, and the script ends after the first verified training.
+    """Run a script, in which every AvgPipeStrategy verifies, until its first training is verified; print the verdict.
 
     Returns:
-        0 if what was compared is equal; 1 if it differs, or if nothing was compared.
+        0 if everything that was compared is equal; 1 if something differs, or if nothing was compared.
     """
     options = _parser().parse_args(arguments)
     verdict, code = report_of(options, "verify", steps=options.steps)
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_avgpipe verify",
-        description="Run a training script, and in its first optimizer steps each batch also plainly, in one process; "
-        "compare losses, gradients, weights, buffers and logged values by name; end.",
+        description="Run a training script, repeat the batches of its first optimizer steps without a pipeline, in one "
+        "process, compare losses, gradients, weights, buffers and logged values by name, and end.",
     )
     parser.add_argument(
         "--steps", type=at_least_one, default=2, metavar="N", help="optimizer steps to verify (default: 2)"

@@ -1,4 +1,4 @@
-"""What runs between two optimizer steps, of which a plain run knows nothing: hooks, and schedulers of some kinds."""
+"""What happens between two optimizer steps and is not repeated in a plain run: hooks, and some kinds of schedulers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_avgpipe.verify.subject import Subject
 
 
 class BetweenSteps:
-    """Tells whether something else than training has changed what the next step finds.
+    """Finds out whether anything but training has changed the state with which the next step begins.
 
-    Every process calls the methods at the same points: :meth:`before_step` before the batch is there, :meth:`begin` or
-    :meth:`has_changed` when it is, and :meth:`after_step`.
+    Every process calls the methods at the same points: :meth:`before_step` before optimizers and hooks run,
+    :meth:`begin` or :meth:`has_changed` when the iteration begins, and :meth:`after_step`.
 
     Args:
         subject: run of training to verify.
@@ -25,21 +25,21 @@ class BetweenSteps:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._moment = 0, 0
-        self._rates: list[float] = []  # learning rates before this step, and after the one before
-        self._rates_then: list[float] = []
-        self._held: dict[str, Any] = {}  # what hooks may change, after the step before
+        self._rates: list[float] = []  # learning rates before this step
+        self._rates_then: list[float] = []  # learning rates after the previous step
+        self._held: dict[str, Any] = {}  # what hooks may change, after the previous step
         self.hooks_have_run = False
 
     def before_step(self) -> None:
-        """Note the learning rates before a step, within which optimizers that wrap others may change them."""
+        """Record the learning rates before a step, since optimizers that wrap others may change them within it."""
         self._rates = self._rates_now()
 
     def begin(self) -> None:
-        """Begin with the first step that is compared."""
+        """Record the state before the first step that is compared."""
         self._moment, self._rates_then = self._moment_now(), self._rates
 
     def has_changed(self) -> bool:
-        """Return whether anything has changed since the step before, in any process."""
+        """Return whether anything but training has changed the state since the previous step, in any process."""
         subject, before = self._subject, self._moment
         self._moment = self._moment_now()
         if before != self._moment:
@@ -51,13 +51,13 @@ class BetweenSteps:
         return not all(subject.cluster.group.exchange_objects(unchanged))
 
     def after_step(self) -> None:
-        """Note what a step has left, with which the next one should begin."""
+        """Record the state after a step, with which the next one should begin."""
         self._rates_then = self._rates_now()
         if self._subject.observed:
             self._held = self._held_now()
 
     def _moment_now(self) -> tuple[int, int]:
-        """Return numbers that change if more than training has run."""
+        """Return numbers that change if an epoch or a validation has come between: epoch, and validation batches."""
         trainer = self._subject.trainer
         return trainer.current_epoch, trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
 
@@ -66,7 +66,7 @@ class BetweenSteps:
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     def _rates_are_known(self) -> bool:
-        """Return whether nothing but schedulers that the children step as well has changed learning rates."""
+        """Return whether learning rates have changed only by schedulers that plain runs step as well."""
         configs = [config for config in self._subject.trainer.lr_scheduler_configs if config.interval == "step"]
         monitors = [config.reduce_on_plateau for config in configs]
         return self._rates == self._rates_then if all(monitors) else not any(monitors)

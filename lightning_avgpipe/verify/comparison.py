@@ -21,15 +21,15 @@ from lightning_avgpipe.verify.runs import KINDS, OF_USERS, Natural, differing, e
 from lightning_avgpipe.verify.state import aliases
 from lightning_avgpipe.verify.subject import Subject
 
-_NEAR = 1e-3  # tolerance of losses, after weights have been rounded otherwise
+_NEAR = 1e-3  # tolerance of losses, after weights have been rounded differently
 _SAME_LOSS = 1e-2  # relative tolerance between the loss of a batch in one piece and the mean over its micro-batches
 _NO_LOSS = 1e-6  # losses below this are equal
-_SAME_GRADIENT = 5e-2  # likewise between the gradients, which numbers of less precision round
+_SAME_GRADIENT = 5e-2  # the same for gradients, which low precision rounds
 _SHOWN = 5  # names in a warning
 
 
 class Doubt(Exception):
-    """Raised after a warning of a difference that user code outside of the step may explain, to compare no more."""
+    """Raised to end the comparison, after a warning of a difference that user code outside of the step may explain."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PipelineResults:
         traces: its results.
         before: attributes of its model before the iteration.
         steps: whether optimizers step at its end.
-        behind: attributes of submodules of other stages, as the last stage has them.
+        behind: attributes of other stages' submodules, as the last stage has them; see :meth:`Subject.changed_behind`.
     """
 
     traces: Traces
@@ -50,7 +50,7 @@ class PipelineResults:
 
 
 class Comparison:
-    """Compares iterations of pipelines with plain runs, and counts what is equal.
+    """Compares iterations of pipelines with plain runs, and counts the equal results.
 
     Args:
         subject: run of training to verify.
@@ -62,31 +62,33 @@ class Comparison:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._tally = Tally()
-        self._natural: Natural = {}
+        self._natural: Natural = {}  # what differs between two plain runs, and is not compared
         self._compiled = False  # whether a plain run has compiled anything
-        self._rounds = False  # whether a stage has rounded otherwise, see Subject.rounds
+        self._rounds = False  # whether results have differed where stages may round differently, see Subject.rounds
         self.steps = 0
 
     @property
     def is_of_all_results(self) -> bool:
-        """Whether nothing differs by nature but attributes and logged values, which may mean anything."""
+        """Whether only attributes and logged values, which may hold anything, were left out as different by nature."""
         return all(kind in OF_USERS for kind, _ in self._natural)
 
     def check(
         self, n: int, expected: Traces, found: PipelineResults, hooks_have_run: bool, repeated: Callable[[], Traces]
     ) -> None:
-        """Compare the next iteration of a pipeline; a second plain run decides where the first contradicts it.
+        """Compare the next iteration of a pipeline with a plain run, and if they differ, with a second one.
+
+        What differs between the two plain runs is not compared from then on.
 
         Args:
             n: number of the pipeline.
             expected: results of the plain run.
-            found: those of the pipeline.
+            found: results of the pipeline.
             hooks_have_run: whether hooks have run between the steps.
             repeated: returns the results of the second plain run.
         Raises:
-            TimeoutError: the second run has not arrived in time. This may be called again.
+            TimeoutError: the results of the second run have not arrived in time. This method may be called again.
             VerificationError: both plain runs contradict the pipeline.
-            Doubt: they do, and something outside of the step may be why.
+            Doubt: both contradict it, but something outside of the step may be the reason.
         """
         self._compiled |= expected.compiled
         one, other = self._comparable(expected, found)
@@ -105,7 +107,7 @@ class Comparison:
         self.steps += n == 0 and found.steps
 
     def _repeated(self, n: int, difference: Difference, repeated: Callable[[], Traces]) -> Traces:
-        """Return what the second plain run of a pipeline has found."""
+        """Return the results of the second plain run; if it has failed, raise an error with the first difference."""
         try:
             return repeated()
         except TimeoutError:
@@ -117,7 +119,7 @@ class Comparison:
             ) from error
 
     def _comparable(self, expected: Traces, found: PipelineResults) -> tuple[Traces, PipelineResults]:
-        """Return the results without what differs by nature."""
+        """Return the results without those that differ by nature, such as times."""
         if not self._natural:
             return expected, found
         left: list[dict[str, Any]] = [
@@ -129,14 +131,14 @@ class Comparison:
 
     @property
     def _is_rounded(self) -> bool:
-        """Whether weights may differ: gradients of tied weights were summed in another order, or stages rounded."""
+        """Whether weights may differ by now: tied gradients were summed in another order, or stages have rounded."""
         plan = self._subject.plan
         return plan is not None and (bool(plan.copied) or self._rounds) and self.steps > 0
 
     def _differences(self, n: int, expected: Traces, iteration: PipelineResults) -> Iterator[Difference]:
-        """Yield what differs between a plain run and the pipeline, in the order in which it is told."""
+        """Yield the differences between a plain run and the pipeline, the most telling first."""
         plan, subject, found, steps = self._subject.plan, self._subject, iteration.traces, iteration.steps
-        alone = not subject.has_replicas  # else gradients and steps are of more batches than this one
+        alone = not subject.has_replicas  # otherwise gradients and steps are those of all replicas' batches
         assert plan is not None
         if self._is_rounded:
             for name, loss in expected.losses.items():
@@ -152,13 +154,14 @@ class Comparison:
             up_to_rounding = held if rounds else tied
             yield from differences("the gradient", held, found.gradients, up_to_rounding.__contains__, everywhere, size)
         yield from differences("the buffer", expected.buffers, found.buffers, lambda name: rounds)
-        # several models all write to the same attributes, and user code in a step sees its own process only
+        # not comparable if several models write to the same attributes, or after user code within a step (hooks) has
+        # run, which sees its own process only
         if subject.num_models == 1 and not (self.steps and subject.acting):
             behind, before = iteration.behind, iteration.before
             there = found.attributes | {k: v for k, v in behind.items() if equal(before, found.attributes, k)}
             there = self._shared(expected.attributes, there, before)
             one, other = _known(expected.attributes, there), _known(there, expected.attributes)
-            # what hooks compute from gradients of tied weights is rounded as these are
+            # hooks may compute attributes from gradients of tied weights, which are rounded
             yield from differences("the attribute", one, other, lambda name: rounds or bool(tied))
         if alone and n == 0 and subject.num_models == 1:
             yield from _logged_differences(expected.logged, found.logged)
@@ -167,7 +170,7 @@ class Comparison:
             yield from differences("the weight after the optimizer step", held, found.weights)
 
     def _count(self, expected: Traces, iteration: PipelineResults) -> None:
-        """Count what has been compared and is equal."""
+        """Count the results that have been compared and are equal."""
         tally, plan, subject, found = self._tally, self._subject.plan, self._subject, iteration.traces
         assert plan is not None
         if self._is_rounded:
@@ -194,8 +197,8 @@ class Comparison:
     ) -> dict[str, Any]:
         """Return the attributes that were found, corrected for objects that modules on several processes share.
 
-        Each process has its own copy of such an object. A copy is as before where no code ran that changes it, so it
-        counts as equal if the copy of another module has the right value.
+        Each process has its own copy of such an object, which is unchanged if the code that changes it ran elsewhere.
+        An unchanged copy counts as equal if the copy of another module has the right value.
         """
         result = dict(found)
         for names in aliases(self._subject.module):
@@ -207,7 +210,12 @@ class Comparison:
         return result
 
     def _tell(self, n: int, difference: Difference | None, hooks_have_run: bool) -> None:
-        """Raise for a difference; where user code outside of the step may explain it, warn instead."""
+        """Report a difference.
+
+        Raises:
+            VerificationError: only the pipeline can be the reason.
+            Doubt: user code outside of the step may be the reason, so that this only warns.
+        """
         if difference is None:
             return
         if not self._subject.has_replicas and not (hooks_have_run and self.steps):
@@ -233,7 +241,7 @@ class Comparison:
         )
 
     def summary(self, wanted: int) -> str:
-        """Return a text that says what was compared, and warn of what differs by nature.
+        """Return a text that says what was compared, and warn about what differs by nature.
 
         Args:
             wanted: number of optimizer steps that were to be compared.
@@ -275,7 +283,7 @@ def _compare_whole(whole: OnePiece) -> None:
 
 
 def _known(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that are placeholders on neither side."""
+    """Return the entries of ``one`` that are placeholders on neither side."""
     return {name: v for name, v in one.items() if v is not ... and other.get(name) is not ...}
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints: a few numbers of a tensor, which tell another process whether its own tensor is equal or close."""
+"""Fingerprints: a few numbers of a tensor, from which another process finds whether its tensor is equal or close."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SHOWN = 60  # most characters of a value in a message
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A few numbers that stand for a tensor. Fingerprints are equal if the tensors are, whose norms may be NaN.
+    """A few numbers that represent a tensor. Fingerprints of equal tensors are equal, even if their norms are NaN.
 
     Attributes:
         shape: shape of the tensor.
         dtype: type of its elements, as text.
-        digest: a number of 64 bits, which differs if any element does.
+        digest: a hash of 64 bits of all elements.
         norm: the Euclidean norm; 0 for integers.
         projection: the sum of the elements, each with a sign that depends on its position; 0 for integers.
-        rounding: largest difference between sums in another order, relative to their norm.
+        rounding: largest expected difference, relative to the norm, if a sum was made in another order.
     """
 
     shape: tuple[int, ...]
@@ -80,8 +80,8 @@ class Difference:
 
     Attributes:
         kind: kind of the result, such as "the loss" or "the gradient".
-        name: name of the tensor, or where the difference was found.
-        size: by how much the two differ, in words.
+        name: name of the tensor, or of the place where the difference was found.
+        size: description of how much the two differ.
     """
 
     kind: str
@@ -101,7 +101,7 @@ def usual_size(fingerprints: Iterable[Fingerprint | None]) -> float:
 
 
 def distance(one: Mapping[str, Fingerprint | None], other: Mapping[str, Fingerprint | None]) -> float:
-    """Return the distance of tensors from others, as a share of the norm of the others, estimated by projections."""
+    """Estimate, from projections, the distance between two sets of tensors, relative to the norm of ``other``."""
     pairs = [(f, g) for name, f in one.items() if f is not None and (g := other.get(name)) is not None]
     norm = math.hypot(*(g.norm for _, g in pairs))
     return math.hypot(*(f.projection - g.projection for f, g in pairs)) / norm if norm else 0.0
@@ -123,9 +123,9 @@ def differences(
         kind: kind of the entries.
         expected: name -> a fingerprint, or a Python value, of the plain run.
         found: name -> a fingerprint, or a Python value, of the pipeline.
-        rounded: tells by name whether an entry is compared up to rounding; others are compared bit for bit.
+        rounded: returns for a name whether the entry is compared up to rounding; others are compared bit for bit.
         order: names that are compared first.
-        scale: typical size of an element: a sum whose terms nearly cancel is rounded as much as its terms are.
+        scale: typical size of an element, since a sum whose terms nearly cancel is rounded as much as its terms.
     """
     for name in dict.fromkeys((*(n for n in order if n in expected or n in found), *expected, *found)):
         if name not in expected or name not in found:

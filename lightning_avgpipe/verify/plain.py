@@ -47,20 +47,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that a child process is told to train on.
+    """A batch on which a child process trains.
 
     Attributes:
         parts: micro-batches of the pipeline.
         rest: further arguments of the step.
-        key: seed, iteration and number of the pipeline; random numbers depend on these.
+        key: seed, iteration and number of the pipeline, on which random numbers depend.
         captured: modules that are known to draw random numbers.
-        steps: whether the optimizer steps at the end; else gradients accumulate.
+        steps: whether the optimizer steps at the end; otherwise gradients accumulate.
         progress: state of the loop's count of batches.
         whole: the batch in one piece, if its loss is wanted.
-        with_gradients: whether its gradients are wanted as well.
+        with_gradients: whether the gradients of ``whole`` are wanted as well.
         evaluation: how often the optimizer has called its closure before, within the same step.
         shares: number of pipelines that divide the batch among them.
-        total: what all their micro-batches count together in the mean; None: there are no others.
+        total: sum of what the micro-batches of all these pipelines count in the mean; None: of this pipeline only.
     """
 
     parts: Sequence[MicroBatch]
@@ -84,7 +84,7 @@ class OnePiece:
         loss: loss of the batch in one piece.
         mean: mean over the losses of its micro-batches.
         number: number of its micro-batches.
-        distance: distance of the gradients from those of the micro-batches, as a share of their norm; 0 if not known.
+        distance: distance of the gradients from those of the micro-batches, relative to their norm; 0 if not known.
     """
 
     loss: float
@@ -97,8 +97,8 @@ class OnePiece:
 class Traces:
     """The results of an iteration, of a pipeline or of a plain run.
 
-    An optimizer may call its closure several times. Then the losses are those of all calls, and gradients, buffers,
-    attributes and logged values those of the last one.
+    If an optimizer calls its closure several times, there are the losses of all calls, and the gradients, buffers,
+    attributes and logged values of the last one.
 
     Attributes:
         losses: "micro-batch 0" -> the loss that the step returned; see :func:`place`.
@@ -107,8 +107,8 @@ class Traces:
         attributes: name of an attribute of a module -> its value after all backwards.
         weights: parameter -> its contents after the optimizer's step; empty if there is none.
         logged: name -> the number that is logged for the batch; None if that is not a number.
-        whole: what is known of the batch in one piece; None: nothing is wanted, or it was not found.
-        compiled: whether a plain run has compiled anything, which may round otherwise.
+        whole: loss of the batch in one piece; None: it is not wanted, or could not be computed.
+        compiled: whether a plain run has compiled anything, which may round differently.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -122,11 +122,11 @@ class Traces:
 
 
 class PlainTraining:
-    """Trains a module in this process alone, with Lightning's own loop. For a forked child only: nothing is put back.
+    """Trains a module in this process alone, with Lightning's own loop. Only for forked children: nothing is restored.
 
     Args:
         trainer: a trainer on which the changes for a pipeline have been undone.
-        mean: whether a loss is a mean over its micro-batch; else it is a sum.
+        mean: whether a loss is a mean over its micro-batch; otherwise it is a sum.
         loss_weight: what the mean counts; None: samples.
         device: device of the computation.
     """
@@ -142,7 +142,7 @@ class PlainTraining:
         self._take_over()
 
     def _take_over(self) -> None:
-        """Give the trainer a strategy for one process, and nothing to which it would report."""
+        """Give the trainer a strategy for one device, and loggers and a profiler that do nothing."""
         trainer, module, before = self._trainer, self._module, self._trainer.strategy
         accelerator, precision = trainer.accelerator, before.precision_plugin
         strategy = SingleDeviceStrategy(self._device, accelerator, precision_plugin=precision)
@@ -157,13 +157,13 @@ class PlainTraining:
         self._logged.listen(module)
 
     def iterate(self, receive: Callable[[], Batch]) -> Traces:
-        """Run the micro-batches of a batch in order, and let the optimizer step.
+        """Run the micro-batches of a batch in order, let the optimizer step, and return the results.
 
         Args:
             receive: returns the next batch that the pipeline has trained on: one for each call of the closure.
         Raises:
-            ValueError: the step skips all of them, or the optimizer calls its closure more or less often than in the
-                pipeline.
+            ValueError: the step skips all micro-batches, or the optimizer calls its closure more or less often than in
+                the pipeline.
         """
         batch = _expected(receive(), 0)
         loop, module = self._trainer.fit_loop.epoch_loop, self._module
@@ -206,9 +206,9 @@ class PlainTraining:
         return replace(traces, whole=compared, compiled=compiled_graphs() > self._compiled_before)
 
     def _in_one_piece(self, batch: Batch) -> tuple[float, dict[str, Fingerprint]] | None:
-        """Return the loss of the whole batch and its gradients, if they are wanted.
+        """Return the loss of the whole batch and its gradients, if they are wanted and the step takes the whole batch.
 
-        They are computed in a child of its own, so that side effects are lost.
+        They are computed in another child, so that side effects are lost.
         """
         if batch.whole is None:
             return None
@@ -228,12 +228,12 @@ class PlainTraining:
 
         try:
             return in_child(compute, "computes the loss of a batch in one piece")
-        except Exception as error:  # a step may not take a whole batch, and need not
+        except Exception as error:  # a step need not take a whole batch
             _log.info("the loss of a batch in one piece is not known: %s: %s", type(error).__name__, error)
             return None
 
     def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:
-        """Run forwards and backwards; return the loss of the batch."""
+        """Run the forwards and backwards of all micro-batches; return the loss of the batch."""
         parts, shares, losses = batch.parts, self._weights(batch), dict[int, Tensor]()
         self._logged.clear()
         for i, (part, share) in enumerate(zip(parts, shares, strict=True)):
@@ -247,13 +247,13 @@ class PlainTraining:
             loss = loss_in(result)
             losses[i] = loss.detach()
             traces.losses[place(i, batch.evaluation)] = float(losses[i])
-            if share or not self._mean:  # else the loss is a mean over nothing
+            if share or not self._mean:  # otherwise the loss is a mean over nothing
                 with contextlib.nullcontext() if len(losses) == 1 else quiet(self._trainer, "on_before_backward"):
                     self._backward(loss, share)
         if not losses:
             raise ValueError("the step skips all micro-batches")
         found = list(losses.values())
-        # where samples count, a mean over their numbers is rounded as the pipeline's
+        # if samples count, weight by their numbers, as the pipeline does, so that the mean is rounded alike
         weights = [parts[i].size if self._loss_weight is None else shares[i] for i in losses]
         whole = mean(found, weights) if self._mean else torch.stack(found).sum(0)
         return whole / self._trainer.accumulate_grad_batches
@@ -287,7 +287,7 @@ class PlainTraining:
 
 
 def counted_in(parts: Sequence[MicroBatch], loss_weight: LossWeight | None) -> list[float]:
-    """Return what each micro-batch counts in the mean over a batch."""
+    """Return what each micro-batch counts in the mean over a batch: its samples, or what ``loss_weight`` says."""
     sizes: list[float] = [part.size for part in parts]
     if not sum(sizes):
         sizes = [1] * len(parts)
@@ -316,19 +316,20 @@ def _expected(batch: Batch, evaluation: int) -> Batch:
 
 
 def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> Callable[[], None]:
-    """Take fingerprints of the weights that this process holds whenever an optimizer has stepped.
+    """Take fingerprints of the weights that this process holds after each step of an optimizer.
 
-    One that does not call ``Optimizer.__init__``, as some that wrap others do not, has no hooks, so none are taken.
+    An optimizer that does not call ``Optimizer.__init__``, such as some wrappers of others, has no step hooks; then no
+    fingerprints are taken.
 
     Args:
         optimizer: optimizer that steps.
         module: module that has the weights.
-        found: dictionary that gets the fingerprints.
+        found: dictionary to which fingerprints are added by name.
     Returns:
         A function that ends this.
     """
 
-    def note(*_: Any) -> None:  # where step() calls that of a base class, the outermost call is the last to come here
+    def note(*_: Any) -> None:  # if step() calls super().step(), the outer call comes here last
         found.update((name, fingerprint(p)) for name, p in module.named_parameters() if not p.is_meta)
 
     try:
@@ -338,7 +339,7 @@ def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str
 
 
 def portable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes in a form that another process can compare, without those that cannot be sent."""
+    """Return attributes in a form that another process can compare, without those that cannot be pickled."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -369,9 +370,9 @@ def _has(callback: Callback, hook: str) -> bool:
 
 
 class _Logged:
-    """A stand-in for Lightning's store of logged values, which gets what ``self.log`` passes on.
+    """A wrapper of Lightning's store of logged values that also collects what ``self.log`` stores within the step.
 
-    The store gets it too, and answers what the step or a hook asks: ``trainer.callback_metrics`` and the like.
+    Everything else is the wrapped store's, such as the values of ``trainer.callback_metrics``.
     """
 
     def __init__(self, store: Any) -> None:
@@ -379,7 +380,7 @@ class _Logged:
         self.dataloader_idx = None
         self._size: float = 1
         self._of_metric = False
-        self._calls: Counter[str] = Counter()  # of this micro-batch, by name
+        self._calls: Counter[str] = Counter()  # number of calls of self.log in this micro-batch, by name
         self._entries: dict[tuple[str, int], list[tuple[Any, float, Any]]] = defaultdict(list)
 
     def clear(self) -> None:
@@ -392,7 +393,7 @@ class _Logged:
         self._calls.clear()
 
     def listen(self, module: pl.LightningModule) -> None:
-        """Note which numbers metric objects return: their mean over micro-batches is not the value of the batch."""
+        """Watch the values that metric objects return: their mean over micro-batches is not the value of the batch."""
         log = module.log
         returned: list[Any] = []
 
@@ -426,9 +427,9 @@ class _Logged:
         self._entries[name, self._calls[name]].append((value, self._size, options.get("reduce_fx", "mean")))
 
     def of_batch(self) -> dict[str, Any]:
-        """Return the reduced value of each name; None for what is not a number, or is reduced in another way.
+        """Return the reduced value of each name; None if it is not a number, or its reduction is not known.
 
-        If a micro-batch has logged a name several times, it is that of the last one.
+        If a micro-batch has logged a name several times, the value is that of the last call.
         """
         return {name: _reduced(entries) for (name, _), entries in self._entries.items()}
 

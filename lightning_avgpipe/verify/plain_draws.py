@@ -1,12 +1,12 @@
-"""The random numbers that a pipeline promises, drawn in a plain step.
+"""Draw in a plain step the random numbers that a pipeline promises to draw.
 
 The promise: what a module draws is a function of (seed, iteration, pipeline, micro-batch, module, occurrence). For
 drawing functions that a composite module or the step itself calls, it also depends on the number of such calls before.
 This holds for code outside of units, and within units for modules that drew when the step was captured. Everything else
 in a unit draws from one stream of that unit, seeded by the same rule. A module that seeds torch's generators draws from
 these seeds. Code outside of units has one stream of Python's and NumPy's generators, and calls of the root have others
-if anything drew from them when the step was captured. The rules are written here a second time, independently of the
-stages, so that a mistake in the stages shows.
+if anything drew from them when the step was captured. These rules are implemented here a second time, independently of
+the stages, so that a mistake in the stages shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Captured:
 
     Attributes:
         units: all units.
-        drew: modules that drew from torch's generators, or may draw although they were left out by chance.
+        drew: modules that drew from torch's generators, or may do so although the captured run left them out by chance.
         drew_on_host: modules that drew from the generators of Python and NumPy.
         seeding: modules that seeded torch's generators.
         within: unit -> for each call of it, the modules that drew in it.
@@ -52,7 +52,7 @@ class Captured:
 
     @classmethod
     def of(cls, graph: CallGraph, module: nn.Module) -> Captured:
-        """Return what the graph of a module's step knows."""
+        """Return the modules that drew according to the graph of a module's step."""
         drew = may_draw(graph, module)
         within: dict[str, list[frozenset[str]]] = defaultdict(list)
         for node in graph.nodes:
@@ -74,7 +74,7 @@ class _Frame(NamedTuple):
             stream.
         composite: whether functions that it calls are seeded.
         unit: whether it is within a unit.
-        seen: whether functions are looked at.
+        seen: whether drawing functions that it calls are intercepted.
     """
 
     call: _Call | None
@@ -87,11 +87,11 @@ class _Frame(NamedTuple):
 def drawing_as_promised(
     module: nn.Module, captured: Captured, key: tuple[int, int, int, int], device: torch.device
 ) -> Iterator[None]:
-    """Within this context a step draws the numbers that it draws in a pipeline. The generators are not put back.
+    """Let a step draw, within this context, the numbers that it draws in a pipeline. Generators are not restored.
 
     Args:
         module: root module.
-        captured: modules that are known to draw.
+        captured: modules that drew when the step was captured.
         key: seed, iteration, number of the pipeline among all groups, micro-batch.
         device: device of the computation.
     """
@@ -125,7 +125,7 @@ class _Seeds:
 
 
 class _PlainDraws(CallWatcher, TorchFunctionMode):
-    """Seeds the generators when units and modules without children are called, and when drawing functions are."""
+    """Seeds the generators when units, modules without children, and drawing functions are called."""
 
     def __init__(self, module: nn.Module, captured: Captured, seeds: _Seeds) -> None:
         super().__init__()
@@ -139,15 +139,15 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         self._regions: Counter[_Call] = Counter()
         self._stack = [_Frame(("<step>", 0))]
         self._host: list[Any] = []
-        self._seeding = 0  # depth of the stack when a call began that may seed; 0: none
-        self._given: tuple[int, ...] = ()  # seeds of the generators during that call
+        self._seeding = 0  # depth of the stack when a call began in which user code may seed; 0: there is none
+        self._given: tuple[int, ...] = ()  # seeds that the generators have if user code did not seed them in that call
         self._has_seeded = False
 
     def enter(self, module: nn.Module) -> bool:
         path, above, known = self._paths.get(id(module)), self._stack[-1], self._captured
         if path in known.seeding and not self._seeding:
             self._seeding, self._given = len(self._stack), seeds_of(self._seeds.device)
-        if path is None:  # a module that the step has made: its draws count as its caller's
+        if path is None:  # a module that the step has constructed: its draws count as its caller's
             self._stack.append(above)
             self._host.append(nullcontext())
         else:
@@ -190,9 +190,9 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
             self._stack.pop()
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
-        """Return a function that draws the same numbers each time that a checkpoint runs it."""
+        """Return a function that draws the same numbers each time that activation checkpointing runs it."""
         inside = list(self._stack)
-        if calls_before:  # a region in one piece counts its functions by itself
+        if calls_before:  # a checkpointed region that is not traced counts its drawing functions separately
             inside.append(self._region(self._stack[-1]))
         state = self._calls.copy(), self._functions.copy()
         seeding = self._seeding, self._has_seeded

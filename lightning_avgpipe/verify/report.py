@@ -1,4 +1,4 @@
-"""What a verification reports: what was compared, likely causes of a difference, and the key of a verdict."""
+"""The report of a verification: what was compared, likely causes of a difference, and the key of a stored verdict."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: 
     """Return a digest of what decides whether a pipeline trains as a plain run does.
 
     The digest covers what the step does with its first micro-batch and how it is divided; the code of the module's
-    classes outside of installed libraries and of the user's functions that it calls, its structure, and its attributes
-    that are numbers or text; the strategy's options, the number of processes, and versions. Data and contents of
-    weights are left out.
+    classes outside of installed libraries, and of the user's functions that it calls; the structure of the module, and
+    its attributes that are numbers or text; the strategy's options, the number of processes, and versions. Data and
+    contents of weights are left out.
     """
     digest = hashlib.blake2b(digest_size=12)
     step, _ = fingerprint(plan.graph, module, device)
@@ -72,10 +72,10 @@ class Tally:
 
     Attributes:
         losses: number of losses.
-        names: kind, such as "gradients" -> names of the tensors.
+        names: kind, such as "gradients" -> names of the tensors that are equal.
         omitted: kinds that are not compared.
         unknown: names of attributes with values that cannot be compared.
-        rounds: whether all is equal up to rounding only, see :attr:`Subject.rounds`.
+        rounds: whether results are equal only up to rounding, see :attr:`Subject.rounds`.
     """
 
     losses: int = 0
@@ -136,7 +136,7 @@ _COMPILED = (
 
 
 def advice(kind: str, compiled: bool = False) -> str:
-    """Return the likely causes of a difference, and what to do.
+    """Return a text with the likely causes of a difference, and what to do.
 
     Args:
         kind: kind of the difference, such as "the gradient".

@@ -1,4 +1,4 @@
-"""Two plain runs of one pipeline's batches, in forked children: the second one tells what differs by nature."""
+"""Two plain runs of one pipeline's batches, in forked children; what differs between them differs by nature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_avgpipe.utils.forked import Child, ForkError
 from lightning_avgpipe.verify.fingerprint import how_different
 from lightning_avgpipe.verify.plain import Batch, Traces
 
-_APART_S = 1.0  # between the two runs at least, so that a clock in whole seconds shows the second one another time
+_APART_S = 1.0  # least time between the two runs, so that a clock in whole seconds differs between them
 
 # kinds of results, as attributes of Traces and in words
 KINDS = {
@@ -24,23 +24,23 @@ KINDS = {
     "logged": "the logged value",
     "weights": "the weight after the optimizer step",
 }
-OF_USERS = ("attributes", "logged")  # kinds with values of any meaning
+OF_USERS = ("attributes", "logged")  # kinds whose values may hold anything that user code computes
 
-Natural = dict[tuple[str, str], str]  # kind and family of names -> a name in it
+Natural = dict[tuple[str, str], str]  # what differs by nature: kind and family of names -> one name of the family
 
 
 class PlainRuns:
     """Plain runs of the same batches in two children, forked at the same moment.
 
-    The first trains beside the pipeline. The second waits for its first batch, and costs nothing, until the first
-    contradicts the pipeline and :meth:`repeated` is called. Iterations are done in order, one at a time.
+    The first trains while the pipeline trains. The second waits for its first batch, and costs nothing, until the first
+    contradicts the pipeline and :meth:`repeated` is called. Iterations are compared in order, one at a time.
 
     Args:
-        play: trains plainly in a child, on the batches that a connection brings, and begins so many seconds after the
-            first one.
+        play: trains in a child on the batches of a connection; its first argument is the number of seconds to wait
+            after the first batch has arrived.
         why_not: returns why the second run cannot begin now; None if it can.
     Raises:
-        ForkError: a child cannot be forked; there is none then.
+        ForkError: a child could not be forked; then no child is left.
     """
 
     def __init__(self, play: Callable[[float, Connection], Any], why_not: Callable[[], str | None]) -> None:
@@ -52,7 +52,8 @@ class PlainRuns:
             raise
         self._why_not = why_not
         self._sent: list[list[Batch]] = []  # by iteration
-        self._done = self._given = self._answered = 0  # numbers of iterations: finished, and those of the second run
+        # numbers of iterations: compared, sent to the second run, and received from the second run
+        self._done = self._given = self._answered = 0
         self._expected: Traces | None = None
         self._again: Traces | None = None
 
@@ -68,7 +69,7 @@ class PlainRuns:
         self._first.send(batch)
 
     def expected(self, timeout_s: float | None) -> Traces:
-        """Return the results of the first run for the iteration that is next.
+        """Return the results of the first run for the next iteration to compare.
 
         Args:
             timeout_s: seconds to wait; None: wait as long as the child computes.
@@ -81,11 +82,11 @@ class PlainRuns:
         return self._expected
 
     def repeated(self, timeout_s: float | None) -> Traces:
-        """Return the results of the second run for the iteration that is next; see :meth:`expected`."""
+        """Return the results of the second run for the next iteration to compare; see :meth:`expected`."""
         while self._answered <= self._done:
             if not self._given and (why := self._why_not()) is not None:
                 raise ForkError(f"a second plain run cannot be made: {why}")
-            if self._given == self._answered:  # one at a time, so that the child reads what is sent
+            if self._given == self._answered:  # send one at a time, since the child reads only before it computes
                 self._given += 1
                 for batch in self._sent[self._answered]:
                     self._second.send(batch)
@@ -95,7 +96,7 @@ class PlainRuns:
         return self._again
 
     def go_on(self) -> None:
-        """Go on to the next iteration."""
+        """Go on to the next iteration, since this one has been compared."""
         self._done += 1
         self._expected = None
 
@@ -129,10 +130,10 @@ def equal(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
 
 
 def _family(kind: str, name: str) -> str:
-    """Return what names have in common of which all are compared, or none.
+    """Return the family of a name. Either all names of a family are compared, or none.
 
-    A coarse clock may show two runs the same time by chance. So the entries of one container belong together, and
-    attributes and logged values whose names differ by a number, such as those of the layers of a model.
+    A coarse clock may show two runs the same time by chance. So a difference in one entry of a container counts for all
+    of them, and one in an attribute or logged value for all whose names differ by a number only (layers of a model).
     """
     if kind not in OF_USERS:
         return name

@@ -22,32 +22,29 @@ from lightning_avgpipe.utils.placeholder import Absent
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, np.generic)
 _LIBRARIES = ("torch", "torchmetrics", "builtins")
-_TOOLS = (*LIGHTNING, "lightning_avgpipe", "logging", "threading", "_thread", "weakref")  # what they hold is no state
+_TOOLS = (*LIGHTNING, "lightning_avgpipe", "logging", "threading", "_thread", "weakref")  # their objects hold no state
 _NO_DATA = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module, Dataset,
     DataLoader, Sampler,
 )  # fmt: skip
 _DEPTH = 6
-_ENTERED = object()  # the value of an entry that is no value, but may hold some
+_ENTERED = object()  # in place of a value: the entry itself is not compared, only the entries in it, if any
 _Entry = tuple[str, Any, tuple[int, str] | None]
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return name -> value of what may change, not copied; ``...`` for placeholders and what cannot be compared."""
+    """Return the values in attributes of all submodules, by name and not copied; ``...`` if they cannot be compared."""
     registered = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
     return {name: value for name, value, _ in _all(module, registered) if value is not _ENTERED}
 
 
 def state_of(thing: object, name: str) -> dict[str, Any]:
-    """Return name -> value of what is in an object, as :func:`attributes` does."""
+    """Return the values in an object by name, in the form of :func:`attributes`."""
     return {full: value for full, value, _ in _entries(name, thing, frozenset(), _DEPTH) if value is not _ENTERED}
 
 
 def aliases(module: nn.Module) -> list[list[str]]:
-    """Return groups of names for one entry of one object that several modules hold, such as a configuration.
-
-    Only groups of several names are returned.
-    """
+    """Return the names of each value that has several, since several modules hold its object (a configuration)."""
     places: dict[tuple[int, str], list[str]] = defaultdict(list)
     for name, _, place in _all(module, frozenset()):
         if place is not None:
@@ -99,7 +96,7 @@ def _entries(
 
 
 def _can_be_compared(value: Any) -> bool:
-    """Return whether ``==`` gives a bool, for arrays element by element; arrays of objects may give anything."""
+    """Return whether ``==`` gives a bool, for arrays an array of bools; arrays of objects may give anything."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind != "O"
     try:

@@ -1,4 +1,4 @@
-"""The subject of a verification: a run of the trainer, and what is known of it."""
+"""The subject of a verification: a run of the trainer, and what a verifier has to know about it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEPT = 1  # memory of a child that waits: the weights from before the first ste
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run of training that is verified. Attributes that are functions give the value at the time of the call.
+    """A training run that is verified. Attributes that are functions return the current value.
 
     Attributes:
         trainer: trainer of the run.
@@ -40,12 +40,12 @@ class Subject:
         seed: seed of the random numbers in units.
         num_pipelines: N, the number of pipelines of each group.
         clears_gradients: whether the training step that runs now begins with cleared gradients.
-        loss_is_mean: whether losses are means over the samples of their micro-batch; else they are sums.
-        loss_weight: what micro-batches count by, if not by samples.
+        loss_is_mean: whether losses are means over the samples of their micro-batch; otherwise they are sums.
+        loss_weight: what a micro-batch counts in means over a batch; None: its samples.
         showing: returns a context within which the module shows the model of a pipeline.
         observed: whether anything runs between optimizer steps that a plain run does not have, such as hooks.
-        acting: whether user code runs within a step, after a forward, such as a hook of optimizers.
-        undo_changes: undoes, in a child, the changes in Lightning that a pipeline needs.
+        acting: whether user code runs within a training step after a forward, such as hooks of optimizers.
+        undo_changes: undoes, in a child, the changes to Lightning that a pipeline needs.
         options: options of the strategy.
         verdicts: folder with an empty file for each training that was found equal; None: there is none.
     """
@@ -83,7 +83,7 @@ class Subject:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients are sums over replicas, which have other batches than this group."""
+        """Whether gradients are sums over replicas, which have batches of their own."""
         return self.cluster.stage_map.replicas > 1
 
     @property
@@ -98,9 +98,9 @@ class Subject:
 
     @property
     def rounds(self) -> bool:
-        """Whether stages may round otherwise than a plain run.
+        """Whether stages may round differently from a plain run.
 
-        Views with gaps in memory arrive without them, and TorchScript optimises code after it has run some times.
+        Views with gaps in memory are sent without the gaps, and TorchScript optimises code after its first runs.
         """
         if any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
             return True
@@ -130,11 +130,11 @@ class Subject:
         return self._why_no_memory(_COPIES + _KEPT)
 
     def why_not_again(self) -> str | None:
-        """Return why a child that waits could not begin to train now, or None if it could."""
+        """Return why the waiting child could not begin to train now, or None if it could."""
         return self._why_no_memory(_COPIES)
 
     def could_keep(self, number: int) -> bool:
-        """Return whether a child has memory for all activations of as many micro-batches at once."""
+        """Return whether a child has memory for the activations of this number of micro-batches at once."""
         assert self.plan is not None
         stash = sum(stage.memory.stash for stage in self.plan.stages)  # at least that of one micro-batch
         return number * stash <= port_of(self.cluster.device).memory.free_bytes()
@@ -162,7 +162,7 @@ class Subject:
         return self.showing(n) if self.num_models > 1 else contextlib.nullcontext()
 
     def held(self, n: int, look: Callable[[pl.LightningModule], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the part of a pipeline's model that this process answers for, in a form that can be sent.
+        """Return the part of a pipeline's model for which this process is responsible, in a form that can be sent.
 
         Args:
             n: number of the pipeline.
@@ -172,10 +172,10 @@ class Subject:
             return portable({k: v for k, v in look(self.module).items() if self.is_mine(k)})
 
     def changed_behind(self, n: int) -> dict[str, Any]:
-        """Return what rank 0 has of attributes that code between units changes in submodules of other stages.
+        """Return rank 0's values of attributes of other stages' submodules that code between units changes.
 
-        A stage leaves the step where its last submodule has run, so such a submodule's own stage may not come to that
-        code. The last stage, on rank 0, does.
+        A stage leaves the step after its last submodule, so the stage of such a submodule may not reach that code. The
+        last stage, on rank 0, does.
         """
         if not self.leads or self.plan is None:
             return {}
@@ -185,11 +185,11 @@ class Subject:
             return portable({k: v for k, v in held if not self.is_mine(k) and nearest(_owner(k), changed)})
 
     def is_mine(self, name: str) -> bool:
-        """Return whether this process answers for a parameter, a buffer or an attribute."""
+        """Return whether this process is responsible for a parameter, a buffer or an attribute."""
         stages = self.stages_of(name)
         return (self.cluster.stage_map.owner(stages[0]) if stages else 0) == self.cluster.rank
 
 
 def _owner(name: str) -> str:
-    """Return the name of the container whose length or entry a name may stand for."""
+    """Return the name of the container if a name denotes its length or an entry; otherwise the name itself."""
     return name.removeprefix("len(").removesuffix(")").partition("[")[0]

@@ -1,4 +1,4 @@
-"""Verification: forked children train the first iterations plainly, and the first difference is an error."""
+"""The verifier: forked children repeat the first iterations plainly, and the first difference is an error."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from lightning_avgpipe.verify.subject import Subject
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0  # how long training waits, in total, for children that nobody has asked for
-_AT_END_S = 10.0  # how long a run waits for them that ends so early that it has made few other steps
+_PATIENCE_S = 2.0  # longest total time that training waits for the children, if verification was not requested
+_AT_END_S = 10.0  # the same at the end of a run that is so short that they have not finished
 
 Finish = Callable[[int, int, Any], Tensor | None]
 
 
 class Verifier:
-    """Compares the first iterations of one run of the trainer with what forked children compute plainly.
+    """Compares the first iterations of one run of the trainer with what forked children compute without a pipeline.
 
     A child is a copy of the process that has the loss, forked before the first step is captured: the whole model, its
-    optimizer, and whatever Python objects the user's code sees. The child trains on the same micro-batches, one after
+    optimizer, and all Python objects that the user's code sees. The child trains on the same micro-batches, one after
     the other, while the pipeline runs. So nothing that user code can change is left out, and nothing has to be copied
-    or restored here. Where it contradicts the pipeline, a second child decides, which was forked at the same moment and
+    or restored here. If it contradicts the pipeline, a second child decides, which was forked at the same moment and
     has waited: what differs between the two plain runs differs by nature, and is not compared.
 
     Every process of the group calls the methods at the same points of an iteration: :meth:`fork`, :meth:`watch`,
@@ -56,13 +56,13 @@ class Verifier:
     Args:
         subject: run of training to verify.
         iterations: number of optimizer steps to verify.
-        asked: whether the user has asked for it. Else training waits for the children only shortly, and goes on without
-            a comparison where none is possible.
-        done: called on every process when everything that the user has asked for is compared, with a text that says
-            what was; empty on the others than rank 0.
+        asked: whether the user has requested it. Otherwise training waits for the children only shortly, and goes on
+            without a comparison if none is possible.
+        done: called on every process when the requested steps have been compared, with a text that says what was
+            compared on rank 0, and an empty text on others.
 
     Attributes:
-        succeeded: whether everything that was asked for has been compared, and is equal.
+        succeeded: whether the requested steps have been compared, and everything is equal.
     """
 
     def __init__(self, subject: Subject, iterations: int, asked: bool, done: Callable[[str], None]) -> None:
@@ -73,15 +73,15 @@ class Verifier:
         self._comparison = Comparison(subject)
         self._between = BetweenSteps(subject)
         self._runs: list[PlainRuns] = []  # by pipeline
-        self._begun = False  # whether an iteration has begun that is compared
-        self._steps = False
+        self._begun = False  # whether an iteration that is compared has begun
+        self._steps = False  # whether the optimizers step after this iteration
         self._evaluation = 0  # how often the optimizer has called its closure before, within this step
         self._batch = -1  # number of the batch of this step
-        self._now: list[PipelineResults] = []  # this iteration, by pipeline
+        self._now: list[PipelineResults] = []  # results of this iteration, by pipeline
         # on the process that compares, by pipeline: iterations that are not compared yet
         self._waiting: list[list[PipelineResults]] = []
-        self._has_asked_for_whole = False  # whether the loss of a batch in one piece was asked for
-        self._verdict: Path | None = None  # the file that says that this training was found equal
+        self._has_asked_for_whole = False  # whether the loss of a batch in one piece was requested from a child
+        self._verdict: Path | None = None  # the file whose existence says that this training was found equal
         self._patience_s = _PATIENCE_S
         self.succeeded = False
 
@@ -93,13 +93,13 @@ class Verifier:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def fork(self) -> None:
-        """Fork the children before the first iteration. Every process calls it before each one.
+        """Fork the children before the first iteration. Every process calls it before each iteration.
 
-        No code of the user's optimizers and hooks that runs in a step has begun, since the children run it as well.
-        Children that have waited while a batch was skipped whole, which they do not run, are forked anew.
+        It must come before optimizers and hooks run in a step, since the children run these as well. After a batch that
+        is skipped as a whole, which children do not run, they are forked again.
 
         Raises:
-            ConfigurationError: the user has asked for a verification that is not possible.
+            ConfigurationError: the user has requested a verification that is not possible.
         """
         subject = self._subject
         if self.active:
@@ -107,7 +107,7 @@ class Verifier:
         if self._begun or not self.active:
             return
         self._give_up()
-        # a validation before training changes each buffer on the process of its stage only
+        # buffers may differ between processes, since a validation before training changes them on their stage only
         buffers, group = subject.module.named_buffers(), subject.cluster.group
         why = group.broadcast(
             self._why_not(group.exchange_objects({n: fingerprint(b) for n, b in buffers if not b.is_meta}))
@@ -122,7 +122,7 @@ class Verifier:
             self._begin_runs(subject.num_pipelines() if self._asked else 1)
 
     def _begin_runs(self, number: int) -> None:
-        """Fork the children of so many pipelines; of none if that fails and the user has not asked for them."""
+        """Fork the children of this number of pipelines; if that fails, raise if verification was requested."""
         try:
             for _ in range(number):
                 self._runs.append(PlainRuns(self._play, self._subject.why_not_again))
@@ -156,7 +156,7 @@ class Verifier:
             self._end()
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return why the first steps are not compared, on the process that would compare them; None if they are.
+        """Return, on the process that compares, why the first steps cannot be compared; None if they can.
 
         Args:
             buffers: fingerprints of the buffers of each process.
@@ -175,7 +175,7 @@ class Verifier:
         return why
 
     def _play(self, delay_s: float, connection: Connection) -> None:
-        """Train plainly in a child, so many seconds after the first batch has arrived, until the child is ended."""
+        """Train plainly in a child, from ``delay_s`` after the arrival of the first batch until the child is ended."""
         subject, first = self._subject, forked.receive(connection)
         time.sleep(delay_s)
         batches = itertools.chain([first], iter(partial(forked.receive, connection), None))
@@ -203,7 +203,7 @@ class Verifier:
             whole: the batch of the first pipeline, in one piece.
             divided: whether the pipelines divide a batch among them.
         Returns:
-            A function that does what ``finish`` does, and notes the losses.
+            A function that does what ``finish`` does, and records the losses.
         """
         subject, fit_loop = self._subject, self._subject.trainer.fit_loop
         if not self.active:
@@ -211,7 +211,7 @@ class Verifier:
         first, self._begun = not self._begun, True
         assert subject.plan is not None
         why = ""
-        if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each
+        if subject.cluster.stage_map.stage_replicas:  # the planner has replicated stages, so each has a part of a batch
             why = "devices that others do not need share stages"
         elif subject.plan.graph.from_entropy:
             modules = ", ".join(f"'{path}'" for path in sorted(subject.plan.graph.seeding))
@@ -252,7 +252,7 @@ class Verifier:
         if divided:
             counted = [sum(counted_in(parts, subject.loss_weight())) for parts in works]
             shares, total = len(works), sum(counted)
-            if shares * counted[0] != total:  # the first share has another weight than in one piece
+            if shares * counted[0] != total:  # unequal shares: the first one counts otherwise than as a batch alone
                 whole = None
         for n, (runs, parts) in enumerate(zip(self._runs, works, strict=False)):
             key = subject.seed(), iteration, subject.first_pipeline + n
@@ -264,11 +264,11 @@ class Verifier:
             message = Batch(
                 own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation, shares, total
             )
-            with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
+            with contextlib.suppress(ForkError):  # receiving from the child will report why it has ended
                 runs.send(message)
 
     def _is_known(self) -> bool:
-        """Return whether the same training was equal in an earlier run. Every process calls it."""
+        """Return whether the same training was found equal in an earlier run. Every process calls it."""
         subject, found = self._subject, False
         if subject.leads and subject.verdicts is not None:
             assert subject.plan is not None
@@ -279,9 +279,9 @@ class Verifier:
         return subject.cluster.group.broadcast(found)
 
     def _asks_for_whole(self) -> bool:
-        """Return whether to compare the loss of the first batch with the mean over its micro-batches.
+        """Return, once, whether to compare the loss of the first batch with the mean over its micro-batches.
 
-        Not where the step draws random numbers, which would be others for the whole batch.
+        It is not compared if the step draws random numbers, which would differ for the whole batch.
         """
         plan = self._subject.plan
         asked, self._has_asked_for_whole = self._has_asked_for_whole, True
@@ -290,7 +290,7 @@ class Verifier:
         return not (plan.graph.drawing or plan.graph.host_drawing)
 
     def compare(self) -> None:
-        """Note gradients, buffers and attributes after all backwards, and compare what the children have sent by now.
+        """Record gradients, buffers and attributes after all backwards, and compare what the children have sent so far.
 
         Raises:
             VerificationError: something differs.
@@ -314,7 +314,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within this context the optimizers of all models step; their weights are compared afterwards.
+        """Let the optimizers of all models step within this context, and compare the weights after it.
 
         Raises:
             VerificationError: something differs.
@@ -341,7 +341,7 @@ class Verifier:
             self._stepped()
 
     def _stepped(self) -> None:
-        """Finish a step, and compare what has arrived. Every process calls it."""
+        """Finish a step, and compare the results that have arrived. Every process calls it."""
         self._left -= 1
         if self.active:
             self._between.after_step()
@@ -354,7 +354,7 @@ class Verifier:
     # -- the verdict ---------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Bring together the traces of all processes for this iteration. Every process calls it."""
+        """Gather the traces of all processes for this iteration. Every process calls it."""
         subject, now = self._subject, self._now
         mine = [
             (t.gradients, t.buffers, t.attributes, {k: w for k, w in t.weights.items() if subject.is_mine(k)}, i.before)
@@ -373,7 +373,7 @@ class Verifier:
         self._now = []
 
     def _end(self) -> None:
-        """Finish after the last iteration that is compared; wait for its comparison if the user has asked for it.
+        """Finish after the last compared iteration; if the user has requested verification, wait for the comparison.
 
         Every process calls it.
         """
@@ -385,20 +385,20 @@ class Verifier:
         self._done(text)
 
     def _wait(self) -> None:
-        """Wait for the children: without limit if the user asked for verification, else as long as patience lasts."""
+        """Wait for the children: without limit if the user has requested verification, else while patience lasts."""
         begin = time.monotonic()
         self._compare_arrived(None if self._asked else self._patience_s)
         self._patience_s = max(0.0, self._patience_s - (time.monotonic() - begin))
 
     def _compare_arrived(self, timeout_s: float | None) -> str:
-        """Compare what the children send within a time.
+        """Compare the results that the children send within a time.
 
         Args:
             timeout_s: seconds to wait; None waits for everything that is due.
         Returns:
             A text that says what was compared; empty if more is to come, or nothing is compared.
         Raises:
-            VerificationError: something differs.
+            VerificationError: something differs, or the plain run of a requested verification has failed.
         """
         try:
             for n, (runs, waiting) in enumerate(zip(self._runs, self._waiting, strict=True)):
@@ -439,7 +439,7 @@ class Verifier:
         text = self._comparison.summary(self._wanted)
         self._give_up()
         all_equal = self._comparison.is_of_all_results and not self._between.hooks_have_run
-        if all_equal and not self._asked and self._verdict is not None:  # the next run need not tell it again
+        if all_equal and not self._asked and self._verdict is not None:  # so that the next run need not compare
             try:
                 self._verdict.parent.mkdir(parents=True, exist_ok=True)
                 self._verdict.touch()
@@ -450,7 +450,7 @@ class Verifier:
         return text
 
     def leave(self) -> None:
-        """Give the children a moment to send what is due when the run ends, then end them.
+        """Wait shortly for results of the children when the run ends, compare these, and end the children.
 
         Raises:
             VerificationError: something differs.
@@ -469,7 +469,7 @@ class Verifier:
     def _give_up(self) -> None:
         """End the children of this process.
 
-        Whatever all processes do together goes on, since the others do not know that there are no children any more.
+        Collective calls go on, since the other processes do not know that there are no children any more.
         """
         for runs in self._runs:
             runs.close()
