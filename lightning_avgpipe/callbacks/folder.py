@@ -1,4 +1,4 @@
-"""Files and pictures of a callback, on any file system to which Lightning saves checkpoints."""
+"""Files and pictures that callbacks write, to any file system to which Lightning saves checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_avgpipe.utils.lightning import TensorBoardLogger, get_filesystem,
 
 
 def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> str:
-    """Write a file, which may be there already, and return its path.
+    """Write a file, which may exist already, and return its path.
 
     Args:
-        folder: path of a folder, or a URL such as ``s3://bucket/run``; it is made with its first file.
+        folder: path of a folder, or a URL such as ``s3://bucket/run``; it is created if it does not exist.
         name: name of the file.
         content: text or bytes.
     """
@@ -26,7 +26,7 @@ def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> st
 
 
 def publish(trainer: pl.Trainer, folder: str | os.PathLike[str], name: str, figure: Any, tag: str) -> None:
-    """Write a picture, and show it in TensorBoard under a tag."""
+    """Write a figure to a PNG file, and show it in TensorBoard under a tag."""
     write(folder, name, picture.png(figure))
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

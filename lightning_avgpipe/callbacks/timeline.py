@@ -42,19 +42,19 @@ class PipelineTimeline(Callback):
     https://ui.perfetto.dev (or chrome://tracing) and ``trace_step=000010.png``: one row per device with its forwards,
     backwards and idle time, and under it the messages that it sends. A TensorBoard logger gets the picture as
     ``avgpipe/timeline``. Two metrics are logged. ``avgpipe/bubble_fraction`` is the share of the devices' time without
-    an action. ``avgpipe/bubble_fraction_simulated`` is this share in a simulation with the measured times of actions
-    and messages and every stage on a device of its own: the rest of the measured share is not due to the schedule.
-    Parallel pipelines share the rows, in shades of their own.
+    an action. ``avgpipe/bubble_fraction_simulated`` is the same share in a simulation with the measured times of
+    actions and messages, and with a device for each stage: the part that is due to the schedule. Parallel pipelines
+    share the rows, each in its own shade.
 
-    A recorded iteration is about as fast as any other. On CUDA it waits for the device at its beginning and its end.
+    Recording hardly slows an iteration down. On CUDA it waits for the device at the beginning and the end.
 
     Args:
-        every_n_steps: optimizer steps from one record to the next.
+        every_n_steps: number of optimizer steps from one recording to the next.
         dirpath: folder of the files, or a URL such as ``s3://bucket/run``; default: ``timelines`` in the trainer's
             ``default_root_dir``.
 
     Raises:
-        ConfigurationError: another strategy, no matplotlib, or an argument that cannot work.
+        ConfigurationError: an argument is invalid, matplotlib is missing, or the strategy cannot be recorded.
     """
 
     def __init__(self, every_n_steps: Count = 100, dirpath: str | Path | None = None) -> None:
@@ -66,7 +66,7 @@ class PipelineTimeline(Callback):
         self._undo = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before training starts."""
+        """Check that the run can be recorded, before training starts."""
         refuse_other("The Trainer", trainer)
         if not isinstance(trainer.strategy, AvgPipeStrategy):
             raise ConfigurationError(
@@ -91,7 +91,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to record, if the optimizer step that this batch may end with is to be recorded."""
+        """Start recording if the optimizer step that may follow this batch is one to record."""
         strategy: AvgPipeStrategy = trainer.strategy  # type: ignore[assignment]
         if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.passthrough and strategy.whole is None:
             cluster = _cluster(trainer)
@@ -102,7 +102,7 @@ class PipelineTimeline(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the optimizer's step, which begins when the backwards are done."""
+        """Record the optimizer's step, which begins after the backwards."""
         if self._recorder is not None:
             step = contextlib.ExitStack()
             step.enter_context(self._recorder.activity("step"))
@@ -111,13 +111,13 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Gather what all ranks recorded, and publish it; of accumulated batches the last one is published."""
+        """Gather the recordings of all ranks and publish them, unless the batch ends without an optimizer step."""
         recorder = self._recorder
         if recorder is None:
             return
         self._stop()
         if trainer.global_step == self._steps_before:
-            return  # gradients accumulate, the step comes with a later batch
+            return  # gradients accumulate; the step comes with a later batch, which is recorded too
         cluster = _cluster(trainer)
         recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
         if cluster.world.rank == 0:
@@ -156,7 +156,7 @@ def _cluster(trainer: pl.Trainer) -> Cluster:
 
 
 def _simulated(timeline: Timeline) -> Timeline:
-    """Return the simulated timeline with the measured times, in which every stage has a device, or replicas, alone."""
+    """Return a simulated timeline with the measured times, in which each stage (or replica) has its own device."""
     replicas = timeline.replicas if len(timeline.rows) > timeline.num_stages else ()
     return simulate([timeline.schedule()] * timeline.num_pipelines, StageCosts.measured(timeline), replicas=replicas)
 

@@ -79,17 +79,15 @@ _ALLOWED = {
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
 
-    When the first batch of training is there, about twenty iterations are run on copies of it with one pipeline:
-    iterations with many micro-batches and with fewer, in turns. From the time and memory that they take on each stage,
-    those of every other setting are predicted by simulation, and the fastest setting is taken that fits the memory on
-    every stage.
-    Then training begins, with this very batch, as if the setting had been given by hand: weights, optimizer, random
-    numbers, logs and progress are what they would have been.
+    When the first training batch has been read, about twenty iterations run on copies of it with one pipeline, some
+    with many micro-batches and some with fewer, in turns. From the time and memory that they take on each stage, the
+    time and memory of every other setting are predicted by simulation. The fastest setting that fits the memory on
+    every stage is chosen. Then training begins with the same batch, as if the setting had been given by hand: weights,
+    optimizer, random numbers, logs and progress are what they would have been.
 
-    The profile, all candidates and the choice are saved with the checkpoints, as ``avgpipe_tuning.json`` and, with
-    matplotlib, as a picture; a TensorBoard logger gets the picture too. A checkpoint remembers the choice. A run that
-    resumes from it goes on with this choice, and so does another ``fit`` with this callback. With ``fast_dev_run``
-    nothing is tuned.
+    The profile, all candidates and the choice are written to ``avgpipe_tuning.json`` next to the checkpoints and, with
+    matplotlib, to a picture, which a TensorBoard logger gets too. Checkpoints contain the choice: a run that resumes
+    from one keeps it, and so does another ``fit`` with this callback. With ``fast_dev_run`` nothing is tuned.
 
     Args:
         max_num_pipelines: largest number of parallel pipelines to consider. Each has a model of its own, so a number
@@ -97,15 +95,15 @@ class AvgPipeTuner(Callback):
             they divide each batch (``Averaging(split_batches=True)``).
         microbatch_candidates: numbers of micro-batches to consider. None: the divisors of the batch size, or powers of
             two.
-        memory_limit: memory that each stage may use, given as the strategy's option of this name, which is the default.
-            Without either: 90 % of the device's memory.
-        profile_batches: largest number of iterations to profile with, at least 4. After two minutes no further round is
-            begun.
+        memory_limit: memory that each stage may use, in the format of the strategy's option of this name, which is the
+            default. Without either: 90 % of the device's memory.
+        profile_batches: largest number of iterations to profile with, at least 4. After two minutes no further round
+            begins.
         samples_factor: number of samples that N models need to reach a goal, as a multiple of the number that one model
             needs: one factor for all N above 1, or factors by N. The setting with the least product of time per batch
-            and factor is taken. None: as measured on small trainings, 1.2 for two and 1.7 for four models, for four 14
-            % more where they roll (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from
-            a batch.
+            and factor is chosen. None: as measured on small trainings, 1.2 for two and 1.7 for four models, for four 14
+            % more if they roll (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from a
+            batch.
         dirpath: folder of the files, or a URL; default: that of the checkpoints, or the trainer's
             ``default_root_dir``.
 
@@ -113,8 +111,8 @@ class AvgPipeTuner(Callback):
         result: profile, candidates and choice; None before the first batch.
 
     Raises:
-        ConfigurationError: an argument that cannot work, another strategy, a strategy whose numbers are given by hand,
-            or one with nothing to pipeline.
+        ConfigurationError: an argument is invalid, the strategy is another one, was given a value that the tuner
+            chooses, or has nothing to pipeline.
         TuningError: nothing fits the memory; the message names the stage, what it lacks, and what would help.
 
     Source: AvgPipe, Chen et al., PPoPP 2023, section 5.
@@ -139,10 +137,10 @@ class AvgPipeTuner(Callback):
         self.result: Result | None = None
         self._strategy: AvgPipeStrategy | None = None
         self._begun = False
-        self._counted = False  # whether configure_optimizers has asked for the number of iterations
+        self._counted = False  # whether user code, such as configure_optimizers, has read the number of iterations
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before training starts, and arrange to see its first batch."""
+        """Check that the run can be tuned, before training starts, and arrange to be given its first batch."""
         refuse_other("The Trainer", trainer)
         strategy = trainer.strategy
         if not isinstance(strategy, AvgPipeStrategy):
@@ -170,7 +168,7 @@ class AvgPipeTuner(Callback):
         strategy.tuner = partial(self._see, trainer, strategy)
 
     def _check_open(self, strategy: AvgPipeStrategy) -> None:
-        """Check that the strategy was not given what the tuner is to choose."""
+        """Check that the strategy was not given values for options that the tuner chooses."""
         if strategy.options.overrides:
             given = ", ".join(f"{name}={value!r}" for name, value in strategy.options.overrides.items())
             raise ConfigurationError(
@@ -179,11 +177,11 @@ class AvgPipeTuner(Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note whether anything, such as ``configure_optimizers``, has asked for the number of iterations."""
+        """Note whether anything, such as ``configure_optimizers``, has read the number of iterations."""
         self._counted = trainer.fit_loop._combined_loader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that all hooks that prepare training have run: the next batch that is shown can be tuned with."""
+        """Note that all hooks that prepare training have run, so that the next batch can be used for tuning."""
         self._begun = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -204,7 +202,7 @@ class AvgPipeTuner(Callback):
         return {} if self.result is None else {"result": to_json(self.result)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the choice of the run that was saved, and apply it if this run has as many stages."""
+        """Restore the choice of a saved run, and apply it if this run has the same number of stages."""
         if "result" not in state_dict:
             return
         try:
@@ -218,8 +216,8 @@ class AvgPipeTuner(Callback):
     # -- the first batch ---------------------------------------------------------------------------------------------
 
     def _see(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> bool:
-        """Tune with the first batch, once training has started; return whether there is nothing more to do."""
-        if not self._begun:  # the batch is prefetched, and hooks that prepare training have not run yet
+        """Tune with the first batch after training has started; return whether tuning is done."""
+        if not self._begun:  # the batch was prefetched before the hooks that prepare training
             return False
         if not self._reusable(strategy):
             planned = self._tune(trainer, strategy, batch)
@@ -231,11 +229,11 @@ class AvgPipeTuner(Callback):
         return True
 
     def _recount(self, trainer: pl.Trainer, strategy: AvgPipeStrategy) -> None:
-        """Tell the progress bar, and schedulers that may depend on it, that there are fewer iterations now."""
+        """Update the progress bar, and construct optimizers and schedulers again, for the new number of iterations."""
         bar = trainer.progress_bar_callback  # type: ignore[attr-defined]
         if bar is not None:
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
-        if not self._counted or trainer.ckpt_path is not None:  # a resumed scheduler has its number
+        if not self._counted or trainer.ckpt_path is not None:  # a resumed scheduler keeps its number
             return
         if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             rank_zero_warn(
@@ -323,7 +321,7 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 
 
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
-    """Return whether several pipelines roll, now that the step has been captured. Every process calls it."""
+    """Return whether several pipelines roll, which the captured step decides. Every process calls it."""
     order = run.loop.order
     if not isinstance(order, RollingOrder) or not order.in_turn or order.stop_if_refused():
         return False
@@ -331,7 +329,7 @@ def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
 
 
 def _check_tunable(strategy: AvgPipeStrategy, module: pl.LightningModule) -> None:
-    """Check that there are pipelines, with a schedule whose times can be predicted."""
+    """Check that there are pipelines to tune, with a schedule whose times can be predicted."""
     if strategy.whole is not None:
         raise ConfigurationError(
             f"AvgPipeTuner: {type(module).__name__} {strategy.whole}, so its steps run whole, with one model "
