@@ -1,6 +1,6 @@
 """Advise on a training script: ``python -m lightning_avgpipe advise --devices 2 4 8 train.py fit --config x.yaml``.
 
-With ``--meta`` the advice is the memory of each device, for a model that fits none of those at hand.
+With ``--meta`` the advice is the memory of each device, for a model that fits no device at hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_avgpipe.utils.script import add_script, at_least_one, before_scri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script until its first batch has trained, or is there, and print the advice.
+    """Run the script until its first batch has trained, with ``--meta`` until it has been read, and print the advice.
 
     Returns:
         0 if there is advice, otherwise 1.

@@ -16,7 +16,7 @@ from lightning_avgpipe.tuning.search import samples_at
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _ADVANCES = (1, 2, 3)
 _MODELS = (2, 4)
-_ITERATIONS = 8  # that are simulated where models roll
+_ITERATIONS = 8  # iterations that are simulated if models roll
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Alternative:
     """One way to train on some devices.
 
     Attributes:
-        batch_s: seconds of a batch, multiplied by the factor of samples that parallel models need.
-        strategy: strategy as code for a Trainer, from ``"ddp"`` to ``AvgPipeStrategy(...)``.
+        batch_s: seconds per batch, times the factor by which parallel models need more samples.
+        strategy: strategy as code for a Trainer: ``"ddp"`` or ``AvgPipeStrategy(...)``.
     """
 
     batch_s: float
@@ -33,11 +33,11 @@ class Alternative:
 
 
 def alternatives(units: UnitCosts, num_microbatches: int, devices: int, megabits: float) -> list[Alternative]:
-    """Return all ways to train that are considered, the fastest first.
+    """Return all considered ways to train, the fastest first.
 
     ddp splits a batch over all devices, and overlaps its all-reduce with the backward. A pipeline has K stages and a
-    replica for each K devices; replicas all-reduce when they have drained. Links between every two devices have the
-    same rate in each direction. Memory and the time of optimizers are ignored.
+    replica for each K devices; replicas all-reduce when they have drained. The links between any two devices have the
+    same rate in both directions. Memory and the time of optimizers are ignored.
 
     Args:
         units: costs of the units for one micro-batch, see :attr:`lightning_avgpipe.planning.plan.Plan.units`.
@@ -87,7 +87,7 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
 
 
 def _dividing(models: int, num_microbatches: int, costs: StageCosts, name: str, h: int) -> Alternative:
-    """Return the way of parallel models that roll and divide each batch, with so many micro-batches each."""
+    """Return the alternative in which parallel models roll and divide each batch, with ``num_microbatches`` each."""
     stages = costs.num_stages
     timeline = simulate([build(name, stages, num_microbatches, h)] * models, costs, iterations=_ITERATIONS)
     averaging = "Averaging(rolling=True, split_batches=True)"
@@ -122,7 +122,7 @@ def _stage_costs(units: UnitCosts, bounds: Sequence[tuple[int, int]], rate: floa
 
 
 def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], megabits: Sequence[float]) -> str:
-    """Return a table with ddp, the best single pipeline and the best parallel models for each devices and rate."""
+    """Return a table with ddp, the best pipeline and the best parallel models for each number of devices and rate."""
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:

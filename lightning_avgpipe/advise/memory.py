@@ -1,4 +1,4 @@
-"""The memory of stages, as planned for several numbers of devices."""
+"""A table of the memory of stages, as planned for several numbers of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.utils.names import table
 
 SCHEDULE = "1f1b"
-"""The schedule for which memory is counted. Advance forward propagation needs as much, but for what an advance adds."""
+"""The schedule for which memory is predicted. Advance forward propagation needs as much, plus what an advance adds."""
 
 
 def memory_table(plans: Sequence[Plan], num_microbatches: int, samples: int, models: int) -> str:
