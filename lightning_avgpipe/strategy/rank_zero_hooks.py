@@ -183,11 +183,6 @@ def accept(root: nn.Module, key: Key, value: Any) -> None:
     """Set an attribute, a buffer, or a variable outside of modules to a value that another process has sent.
 
     For a parameter the value is its ``requires_grad``. Buffers and mutable objects are changed in place, if possible.
-
-    Args:
-        root: the LightningModule.
-        key: path of a module, and name of the attribute in it.
-        value: received value.
     """
     path, name = key
     module, held = root.get_submodule(path), variable(root, path, name)

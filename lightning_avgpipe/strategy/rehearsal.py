@@ -73,11 +73,7 @@ class _Trials(ScheduleControl):
 
     @contextlib.contextmanager
     def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
-        """Run a trial iteration within this context.
-
-        Raises:
-            _Prepared: only the stages are wanted, which are made by now.
-        """
+        """Run a trial iteration within this context; raise ``_Prepared`` if only the stages are wanted, made by now."""
         if not self.runs:
             raise _Prepared
         meter = self._meter(task, plan) if self.metered else None

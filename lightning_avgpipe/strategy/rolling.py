@@ -333,13 +333,7 @@ class RollingOrder(IterationOrder):
             self.loop.models.skipped |= {n}
 
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
-        """Sum the gradients of model n over copies and replicas, call the hooks after the backward, and check them.
-
-        Args:
-            iteration: iteration that pipeline n has ended.
-            n: number of the pipeline.
-            steps: whether its optimizers step next.
-        """
+        """Sum the gradients of model n over copies and replicas, call the hooks after the backward, and check them."""
         assert iteration.loss is not None
         if self.loop.models.decide_to_sum(steps, self.in_turn):
             sums = self.loop.deployment.parallel.begin_sum(n, replicas=True)
