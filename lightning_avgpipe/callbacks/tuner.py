@@ -238,8 +238,8 @@ class AvgPipeTuner(Callback):
         if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             rank_zero_warn(
                 f"AvgPipeTuner chose num_pipelines={strategy.num_pipelines}, so an epoch has fewer iterations than "
-                "configure_optimizers was told of; a callback has changed the optimizer since, so it is not made anew. "
-                "Give num_pipelines by hand where a learning rate depends on the number of iterations"
+                "configure_optimizers was told; a callback has changed the optimizer since, so it is not made again. "
+                "Give num_pipelines by hand if a learning rate depends on the number of iterations"
             )
             return
         with random_state():

@@ -49,8 +49,8 @@ class _Group(dict[str, Any]):
     """A parameter group that can only be read."""
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refusing(  # type: ignore[assignment]
-        "changes hyper-parameters of an optimizer, such as a learning rate, which each stage that comes so far would "
-        "do for itself",
+        "changes hyper-parameters of an optimizer, such as a learning rate, which every stage that reaches this line "
+        "would repeat",
         "return the scheduler from configure_optimizers with interval='step', or change them in a hook "
         "(on_train_batch_end)",
     )
@@ -61,5 +61,5 @@ class _State:
 
     __contains__ = __delitem__ = __getattr__ = __getitem__ = __iter__ = __len__ = __setitem__ = _refusing(
         "uses the state of an optimizer, of which each process has only the part of its own parameters",
-        "keep in the module what the step needs",
+        "keep what the step needs in the module",
     )

@@ -127,7 +127,7 @@ class Profiler:
                     runs = {other: timed for other, timed in runs.items() if other.num_microbatches > most}
                     if not runs:
                         raise
-                    rank_zero_info(f"AvgPipeTuner: {setting} does not fit the memory ({shortage}); goes without it")
+                    rank_zero_info(f"AvgPipeTuner: {setting} does not fit the memory ({shortage}), and is left out")
                 tick()
         return {setting: timed[1:] for setting, timed in runs.items()}
 
@@ -140,7 +140,7 @@ class Profiler:
                 f"more micro-batches (at most {self._rehearsal.batch_size}, by microbatch_candidates), more stages, "
                 "recompute=True, smaller batches"
             ) from shortage
-        rank_zero_info(f"AvgPipeTuner: {tried} micro-batches do not fit the memory ({shortage}); tries {more}")
+        rank_zero_info(f"AvgPipeTuner: {tried} micro-batches do not fit the memory ({shortage}); trying {more}")
         return more
 
     def _stages(
@@ -202,7 +202,7 @@ class Profiler:
         if shift is None:
             rank_zero_warn(
                 "AvgPipeTuner: torch.profiler shows no kernels of the device, so it counts as full while an action "
-                "runs, and parallel pipelines seem to gain less than they may"
+                "runs, and the predicted gain of parallel pipelines may be too small"
             )
             return {key: Curve.constant(length, 1.0) for key, length in seconds.items()}
         middle = setting.num_microbatches // 2

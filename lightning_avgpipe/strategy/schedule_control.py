@@ -295,7 +295,7 @@ class ScheduleControl:
                 self._shapes[shape].too_large = True
                 rank_zero_warn(
                     f"stage {stage} keeps {nbytes(peak)} at its peak, more than memory_limit ({nbytes(limit)}), "
-                    "although the schedule is the one that needs least; use more micro-batches, or a higher limit"
+                    "although its schedule needs the least memory; use more micro-batches, or a higher limit"
                 )
                 return 0
         return controller.advance(shape)

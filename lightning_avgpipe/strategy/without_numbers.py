@@ -214,11 +214,11 @@ def _with_numbers(make_np: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _absent(what: str) -> AbsentValueError:
     return AbsentValueError(
-        f"{what} a weight or gradient of another stage, which this process does not have. Leave out tensors with "
-        "is_meta where each may be treated by itself, and keep what is made of it in a buffer of its own module, since "
-        "other buffers and attributes are those of rank 0; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
-        "grad_norm, and averages of weights by its EMAWeightAveraging or WeightAveraging, which know all stages; "
-        "call the whole model in validation_step; update weights by others (a teacher that follows a student) in "
+        f"{what} a weight or gradient of another stage, which this process does not have. Skip tensors with is_meta if "
+        "each can be treated by itself, and keep what is computed from one in a buffer of its own module (of other "
+        "buffers and attributes, rank 0's are kept). For norms use torch.nn.utils.clip_grad_norm_ or Lightning's "
+        "grad_norm, and for averages of weights its EMAWeightAveraging or WeightAveraging, which include all stages. "
+        "Call the whole model in validation_step. Update weights from others (a teacher that follows a student) in "
         "training_step, or keep both on one stage with split_points"
     )
 

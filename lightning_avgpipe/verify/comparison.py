@@ -114,7 +114,7 @@ class Comparison:
             raise
         except Exception as error:
             raise ForkError(
-                f"{self._message(n, difference)} But whether this differs by nature is not known, since the second "
+                f"{self._message(n, difference)} It is not known whether this differs by nature, since the second "
                 f"plain run has failed with {type(error).__name__}: {error}"
             ) from error
 
@@ -222,7 +222,7 @@ class Comparison:
             raise VerificationError(self._message(n, difference))
         why = "one of your hooks, which run between the steps, has changed what the step reads"
         if self._subject.has_replicas:
-            why = "the step asks other replicas for values (all_gather), which a plain run has not"
+            why = "the step asks other replicas for values (all_gather), which a plain run does not have"
         rank_zero_warn(f"{self._message(n, difference)} Or {why}")
         raise Doubt
 
@@ -255,8 +255,8 @@ class Comparison:
             self._tally.omitted.add(f"what differs between two plain runs ({named})")
             rank_zero_warn(
                 f"not compared with a plain run: {named}. Two plain runs of the same micro-batches differ in that, as "
-                "times, dates, memory, ids of processes and random numbers without a seed do. Such values need nothing "
-                "to be done; if two runs should be alike in it, look for what the step reads that is not seeded"
+                "times, dates, memory, process ids and random numbers without a seed do. Such values are harmless. "
+                "If two runs should agree in it, look for something that the step reads and that is not seeded"
             )
         return f"verified {wanted} optimizer steps: {self._tally}"
 
@@ -277,7 +277,7 @@ def _compare_whole(whole: OnePiece) -> None:
         )
     rank_zero_warn(
         f"{found}: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a mean "
-        "over something else than samples (a mask), for which there is loss_weight=.... Training goes on with "
+        "over something other than samples (a mask), for which there is loss_weight=.... Training goes on with "
         "micro-batches, as with accumulate_grad_batches"
     )
 

@@ -107,10 +107,10 @@ _STATE = (
     "that was made elsewhere)"
 )
 _CAUSES = {
-    "the loss": f"{_STATE}, or draws random numbers in a way of its own; or a stage got another value than was made; "
-    "in a later call of a closure, the optimizer may look at all parameters at once, of which each process has a part",
-    "the gradient": "a gradient was lost, counted twice or weighted otherwise on its way through the stages; or a hook "
-    "of a tensor did not run, ran on another stage, or reads what the forwards of later micro-batches change",
+    "the loss": f"{_STATE}, or draws random numbers in an unknown way; or a stage received a wrong value; in a later "
+    "call of a closure, the optimizer may look at all parameters at once, of which each process has a part",
+    "the gradient": "a gradient was lost, counted twice or given a wrong weight on its way through the stages; or a "
+    "tensor hook did not run, ran on another stage, or reads what the forwards of later micro-batches change",
     "the clipped gradient": "the norm was not that of all stages, or gradients were changed after it was taken",
     "the weight after the optimizer step": "the optimizer looks at all parameters at once (a norm over the model), of "
     "which each process has a part; or something else changes weights",
@@ -119,19 +119,19 @@ _CAUSES = {
     "the buffer": "code between submodules changes it on several stages or on none",
     "the attribute": "code between submodules changes it on several stages or on none, since such code runs on every "
     "stage; or a backward hook changes it, which runs on the process of its stage only",
-    "the logged value": "it was logged with another weight, or not by every micro-batch",
+    "the logged value": "it was logged with a different weight, or not by every micro-batch",
 }
 _WHAT_TO_DO = (
-    "What to do: keep the submodule that is named, and what it works with, on one stage with split_points; make what "
-    "changes a registered buffer of the submodule that changes it; or train with strategy='auto' meanwhile, and report "
+    "What to do: use split_points to keep the named submodule, and those that it works with, on one stage; register "
+    "what changes as a buffer of the submodule that changes it; or train with strategy='auto' meanwhile, and report "
     "this message. verify=False turns this check off."
 )
 
 
 _COMPILED = (
     "Something ran compiled by torch.compile, perhaps within a library: the pipeline runs it uncompiled where it is "
-    "part of a module that was cut or draws random numbers, and the compiler rounds otherwise. If the difference is "
-    "that small, verify again with TORCH_COMPILE_DISABLE=1 in the environment, where nothing is compiled. "
+    "part of a module that was cut or draws random numbers, and the compiler rounds differently. If the difference is "
+    "that small, verify again with TORCH_COMPILE_DISABLE=1 in the environment, so that nothing is compiled. "
 )
 
 
@@ -142,5 +142,5 @@ def advice(kind: str, compiled: bool = False) -> str:
         kind: kind of the difference, such as "the gradient".
         compiled: whether anything ran compiled by torch.compile.
     """
-    cause = _CAUSES.get(kind, f"{_STATE}, or capturing it was not put back whole")
+    cause = _CAUSES.get(kind, f"{_STATE}, or the effects of capturing it were not undone completely")
     return f"Likely: {cause}. {_COMPILED if compiled else ''}{_WHAT_TO_DO}"

@@ -406,7 +406,7 @@ class Verifier:
                     expected = runs.expected(timeout_s)
                     if expected.compiled and not self._asked:
                         _log.info(
-                            "the first steps are not compared: something in them is compiled, and rounds otherwise"
+                            "the first steps are not compared: something in them is compiled, and rounds differently"
                         )
                         self._give_up()
                         return ""
