@@ -203,7 +203,7 @@ class WholeRun(PassthroughRun):
         if name == "training_step":
             return own(*args, **kwargs)
         with self.lockstep.running(name, speaks=False), alone():
-            return own(*args)
+            return own(*args, **kwargs)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's optimization of one batch in lockstep; all processes know rank 0's metrics afterwards."""

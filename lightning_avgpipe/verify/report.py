@@ -111,11 +111,8 @@ _CAUSES = {
     "call of a closure, the optimizer may look at all parameters at once, of which each process has a part",
     "the gradient": "a gradient was lost, counted twice or given a wrong weight on its way through the stages; or a "
     "tensor hook did not run, ran on another stage, or reads what the forwards of later micro-batches change",
-    "the clipped gradient": "the norm was not that of all stages, or gradients were changed after it was taken",
     "the weight after the optimizer step": "the optimizer looks at all parameters at once (a norm over the model), of "
     "which each process has a part; or something else changes weights",
-    "the weight before any optimizer step": "the step itself changes weights, which only the stage sees that runs the "
-    "line, or which happens on several",
     "the buffer": "code between submodules changes it on several stages or on none",
     "the attribute": "code between submodules changes it on several stages or on none, since such code runs on every "
     "stage; or a backward hook changes it, which runs on the process of its stage only",
