@@ -1,4 +1,4 @@
-"""Alone: a context in which the code of a step sees one process only, as on one device.
+"""Alone: a context in which the code of a step sees a single process in torch.distributed, as on one device.
 
 All stages work on the same batch, and each runs a part of the step. A collective within the step would wait for
 processes that run other parts, although this process already has what the collective would sum or gather.
@@ -32,7 +32,7 @@ class _Here(threading.local):
 _here = _Here()
 _threads: set[int] = set()  # identifiers of the threads that run code of a step now
 _NOTHING = contextlib.nullcontext()
-_own: weakref.WeakSet[Any] = weakref.WeakSet()
+_own: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups of this package
 
 
 def own_group(group: Any) -> Any:
@@ -57,7 +57,7 @@ def alone() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def in_hook() -> Iterator[None]:
-    """Within this context a hook runs, also in the midst of a step: it asks for the true rank, to write on one only."""
+    """Let a hook see the true rank, even in the middle of a step, so that it can write on one rank only."""
     before, _here.in_hook = _here.in_hook, True
     try:
         yield
@@ -66,7 +66,7 @@ def in_hook() -> Iterator[None]:
 
 
 def hides_rank() -> bool:
-    """Return whether this thread runs code of a step, for which the stages of its group are one process."""
+    """Return whether this thread runs code of a step, outside of hooks, which must see its group as one process."""
     return is_alone() and not _here.in_hook
 
 
@@ -96,7 +96,7 @@ _ALONE = _Alone()
 
 
 def is_alone() -> bool:
-    """Return whether this thread runs code of a step. Autograd has threads of its own for devices."""
+    """Return whether this thread runs code of a step, or a backward of autograd on behalf of such a thread."""
     return bool(_here.depth or (_threads and torch._C._current_graph_task_id() != -1))
 
 
@@ -107,10 +107,10 @@ def _lone_group() -> LoneGroup:
 
 @functools.cache
 def _patch() -> None:
-    """Replace the ways in which functions of torch.distributed look up the default group or the membership, and name.
+    """Replace how torch.distributed looks up its default group, checks membership of a group, and names new groups.
 
-    torch names groups by their number, which must be the same in all processes. Stages differ in how often they run the
-    code that makes one, so groups of a step have names of their own.
+    torch names groups by a count that must agree on all processes. Stages may run the code that makes a group a
+    different number of times, so groups that a step makes get names outside of this count.
     """
     members: Any = type(dist.GroupMember)
     world = members.WORLD
@@ -130,8 +130,8 @@ def _patch() -> None:
         if is_alone() and isinstance(group, dist.ProcessGroup) and group.size() > 1 and group not in _own:
             raise StepChangedError(
                 f"a step uses a process group of {group.size()} processes, which would wait for each other: all stages "
-                "work on the same batch, and each runs a part of the step. A step sees its process alone, and what it "
-                "would gather is there: leave the group out, or ask torch.distributed.is_initialized() before"
+                "work on the same batch, and each runs a part of the step. A step sees one process only, which already "
+                "has what it would gather: leave the group out, or check torch.distributed.is_initialized() first"
             )
         return not_in_group(group)
 
@@ -145,7 +145,7 @@ def _patch() -> None:
     c10d._process_group_name = process_group_name
 
 
-_Group: Any = dist.ProcessGroup  # its stubs know neither this constructor nor the methods that Python calls
+_Group: Any = dist.ProcessGroup  # its type stubs lack this constructor and the methods that torch's Python code calls
 
 
 class LoneGroup(_Group):  # type: ignore[misc]
@@ -178,7 +178,7 @@ class LoneGroup(_Group):  # type: ignore[misc]
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    # -- what comes in goes out ---------------------------------------------------------------------------------------
+    # -- the input is the output --------------------------------------------------------------------------------------
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Done:
         return _copied(outputs, inputs)
@@ -202,7 +202,7 @@ class LoneGroup(_Group):  # type: ignore[misc]
 
 
 class _Done:
-    """The work of an asynchronous collective that has ended."""
+    """The work handle of an asynchronous collective that is complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

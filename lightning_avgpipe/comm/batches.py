@@ -1,12 +1,12 @@
-"""The batch stream: the process that reads batches sends to each other process the tensors which that process needs.
+"""The batch stream: the process that reads batches sends every other process the tensors that it needs.
 
 ::
 
     reader      batch 0   batch 1   compute 0     batch 2   compute 1    ...
     others      ------->  batch 0   ---------->   batch 1 is there when compute 0 ends
 
-Several dataloaders take turns (validation in the middle of an epoch), and some are left before their end, so every
-item carries the number of its stream. The receivers keep items of another stream for later.
+Dataloaders alternate (validation in the middle of an epoch), and some are abandoned before their end, so every item
+carries the number of its stream. A receiver that waits for one stream keeps items of the others for later.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 # (batch, rank) -> names of the tensors that the rank needs; None: all of them
 Needs = Callable[[Any, int], frozenset[str] | None]
 
-# Receives that are posted in advance. A sender that finds none waits until the announcement of the next one has passed
-# the other traffic on the link.
+# Number of receives that are posted in advance. Without one, the sender must wait until the announcement of a receive
+# arrives, which queues behind other traffic on the link.
 _POSTED = 4
 
 
 class _Unsent:
-    """A leaf in the place of a tensor that the receiver does not need. A dataclass would be a tree, not a leaf."""
+    """A leaf in place of a tensor that the receiver does not need. No dataclass: tree functions would flatten one."""
 
     def __init__(self, meta: TensorMeta, name: str) -> None:
         self.meta = meta
@@ -43,7 +43,7 @@ class _Unsent:
 
 
 class _Closed:
-    """A marker that takes the place of items after the last one."""
+    """A marker that is sent in place of items after the last one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Passed:
 
     Attributes:
         item: any tree of tensors and other leaves.
-        requests: requests from outside (such as to stop), as the reader knew them when it sent the item.
+        requests: external requests (such as to stop) that the reader knew when it sent the item.
     """
 
     item: Any
@@ -63,11 +63,11 @@ class BatchStream:
     """One process's end of the batch stream. All processes begin the same streams in the same order.
 
     Args:
-        control: knows the requests that go with an item, and agrees on them when its turn comes.
+        control: control channel, which has the requests to send with an item, and handles them when the item is used.
         device: device that absent tensors report.
         outboxes: on the reader, channel to each other rank, by rank; else None.
         inbox: on the other processes, channel from the reader; else None.
-        doing: what a process does that waits for an item, for messages.
+        doing: what a process that waits for an item is doing, for messages.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class BatchStream:
         self._numbers = itertools.count()
         self._posted = self._closed = 0
         self._items: dict[int, deque[Passed]] = defaultdict(deque)
-        self._given_up: dict[int, int] = {}  # stream -> the one that has begun in its place
+        self._given_up: dict[int, int] = {}  # abandoned stream -> the stream that replaces it
 
     def begin(self, instead_of: int | None = None) -> int:
         """Begin a new stream of items and return its number.
 
         Args:
-            instead_of: number of a stream that ends early: its further items are dropped.
+            instead_of: number of a stream that ends early; its remaining items are dropped.
         """
         number = next(self._numbers)
         if instead_of is not None and self._inbox is not None:
@@ -98,14 +98,14 @@ class BatchStream:
         return number
 
     def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
-        """Send an item without waiting on the reader; wait for the next item of the stream on other processes.
+        """Return the stream's next item: the reader sends it, without waiting, and other processes wait for it.
 
-        Tensors that a receiver does not need are absent in its item.
+        Tensors that a receiver does not need are replaced by placeholders in its item.
 
         Args:
             stream: number that :meth:`begin` returned.
             item: any tree of tensors and picklable leaves; ignored on processes that do not read.
-            needs: function that returns which tensors a rank needs; None: every rank needs all of them.
+            needs: function that returns the names of the tensors that a rank needs; None: every rank needs all of them.
         """
         if self._inbox is not None:
             while not self._items[stream]:
@@ -118,12 +118,12 @@ class BatchStream:
         return Passed(item, requests)
 
     def accept(self, passed: Passed) -> Any:
-        """Return the item, and agree on its requests, when its turn comes; it may have been sent long before."""
+        """Return an item whose turn has come, and handle its requests. The item may have been sent long before."""
         self._control.agree(passed.requests)
         return passed.item
 
     def close(self) -> None:
-        """End the batch stream: no further item is sent. Every process calls it."""
+        """End the batch stream, and complete the receives that are posted in advance. Every process calls it."""
         for outbox in self._outboxes.values():
             for _ in range(_POSTED):
                 outbox.put(pack((-1, frozenset(), _Closed)))
@@ -134,7 +134,7 @@ class BatchStream:
         inbox.expect(_POSTED - self._closed - self._posted)
         stream, requests, item = self._control.hear(inbox, self._doing)
         self._posted = _POSTED - self._closed - 1
-        # nothing more comes of a stream when the one in its place has come
+        # once an item of the replacing stream has arrived, no more items of the abandoned one can
         self._given_up = {old: new for old, new in self._given_up.items() if new > stream}
         if item is _Closed:
             self._closed += 1

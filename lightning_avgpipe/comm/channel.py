@@ -1,6 +1,6 @@
 """Channels: one-way FIFO links between stages. A send never blocks compute; receives are posted in advance.
 
-A stage whose neighbour has replicas, which share the micro-batches, has channels that take turns::
+If the replicas of a neighbouring stage share the micro-batches, the channels to them take turns::
 
     stage 0, replica 0    0     2     4           stage 1 takes micro-batch i from replica i mod 2,
     stage 0, replica 1       1     3     5        and sends its gradient there
@@ -20,7 +20,7 @@ from lightning_avgpipe.comm.topology import Route
 
 
 class Traffic:
-    """A base class for observers of the messages between processes, which any thread may call; it does nothing."""
+    """A base class for observers of messages between processes. Its methods do nothing; any thread may call them."""
 
     def queued(self) -> None:
         """Note that a message is queued to be sent."""
@@ -30,9 +30,9 @@ class Traffic:
         return contextlib.nullcontext()
 
     def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
-        """Note that a message arrives when the stream reaches this point, or has arrived if the stream is None.
+        """Note that a message arrives when the stream reaches this point or, if the stream is None, has arrived.
 
-        It arrived at the time ``at_s`` of the host's clock; None: just now.
+        ``at_s`` is the time of arrival on the host's clock; None: now.
         """
 
 
@@ -44,8 +44,8 @@ class Inbox(Protocol):
 
         Args:
             count: number of messages.
-            observers: told when each of them arrives.
-            onwards: channel that each message is also sent on to; None: to none.
+            observers: notified when each of them arrives.
+            onwards: channel to which each message is also forwarded; None: it is not forwarded.
         """
 
     def ready(self) -> bool:
@@ -59,7 +59,7 @@ class Outbox(Protocol):
     """The sending end of a channel."""
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Queue a message to be sent, and tell the observers; returns at once."""
+        """Queue a message to be sent, notify the observers, and return without waiting."""
 
 
 class MemoryChannel:
@@ -68,10 +68,10 @@ class MemoryChannel:
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
         self._onwards: Outbox | None = None
-        self._relayed = 0  # number of messages that are still to be sent on
+        self._relayed = 0  # number of messages that are still to be forwarded
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Send the next ``count`` messages on as well, including those that are queued. Nothing else is needed here."""
+        """Forward the next ``count`` messages, including queued ones, to ``onwards``; without it, do nothing."""
         if onwards is not None:
             self._onwards, self._relayed = onwards, count
             for message in self._queue:
@@ -97,7 +97,7 @@ class MemoryChannel:
         self._relay(message)
 
     def close(self, join_s: float = 0.0) -> None:
-        """Drop the queued messages, and send no further ones on."""
+        """Drop the queued messages, and stop forwarding."""
         self._queue.clear()
         self._onwards, self._relayed = None, 0
 
@@ -106,7 +106,7 @@ class TurnsInbox:
     """An inbox that receives from several processes, in turns.
 
     Args:
-        turns: inboxes in the order of turns, which starts anew with each iteration; an inbox may occur several times.
+        turns: inboxes in the order of turns, which restarts with each iteration; an inbox may occur several times.
     """
 
     def __init__(self, turns: Sequence[Inbox]) -> None:
@@ -115,7 +115,7 @@ class TurnsInbox:
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Post the receives of the ``count`` messages of an iteration."""
-        assert onwards is None  # messages are sent on only between stages without replicas
+        assert onwards is None  # messages are forwarded only between stages without replicas
         self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
         inboxes = {id(inbox): inbox for inbox in self._expected}
         for number, messages in Counter(map(id, self._expected)).items():
@@ -134,8 +134,8 @@ class TurnsOutbox:
     """An outbox that sends to several processes, in turns.
 
     Args:
-        turns: outbox of each micro-batch, by the number of the micro-batch modulo ``count``.
-        count: number of processes that take turns; this process may send to some of them only.
+        turns: outboxes by the number of the micro-batch modulo ``count``.
+        count: number of processes that take turns; this process may send to only some of them.
     """
 
     def __init__(self, turns: Mapping[int, Outbox], count: int) -> None:

@@ -22,7 +22,7 @@ from lightning_avgpipe.comm.waits import Running, Waits
 from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.utils.patching import noop
 
-_DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
+_DISCONNECTED_S = 3.0  # longest time that threads may take to end when their connections are closed
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Cluster:
     def open(
         self, store: dist.Store | None = None, meet: Callable[[], object] = noop, keeper: str | None = None
     ) -> None:
-        """Watch the processes, connect them unless they are connected, and start the channels, unless they are open.
+        """Start the watch, connect the processes unless they are connected, and open the channels; nothing if open.
 
         Args:
             store: store that all processes share; None takes that of torch.distributed.
@@ -120,7 +120,7 @@ class Cluster:
             keeper: name, for messages, of the process that keeps the store; None: rank 0.
 
         Raises:
-            PeerError: a process does not connect, or ends meanwhile.
+            PeerError: a process does not connect, or ends before all are connected.
         """
         if self.is_open:
             return
@@ -140,18 +140,18 @@ class Cluster:
         self.is_open = True
 
     def close(self, failed: bool = False) -> None:
-        """Stop the channels and their threads, when all processes have come to the end.
+        """Wait until all processes have reached the end of the run, then stop the channels and their threads.
 
-        Rank 0 may hold the store. If it left while another group still shares its weights, that group would fail.
+        Rank 0 may hold the store: if it left early, a group that is still averaging its weights would fail.
 
         Args:
-            failed: whether the run failed: then peers are not waited for, and the connections are given up.
+            failed: whether the run failed. Then it does not wait for peers to reach the end, and disconnects.
         Raises:
-            PeerError: another process fails before it comes to the end.
+            PeerError: another process fails before it reaches the end.
         """
         if failed:
-            # Rank 0 holds the store; and a connection that breaks before the others have read the reason would look
-            # like the reason.
+            # Rank 0 holds the store. And if a connection broke before the others have read why the run failed, they
+            # would take the broken connection for the cause.
             self.watch.await_readers()
             self._network.disconnect()
         elif self.is_open:
@@ -166,7 +166,7 @@ class Cluster:
             self._network.close()
 
     def rearrange(self, stage_map: StageMap) -> None:
-        """Assign the stages to the processes anew. Every process calls it, between iterations.
+        """Assign the stages to other processes. Every process calls it, between iterations.
 
         Args:
             stage_map: new stage map of the same groups of processes.
@@ -199,15 +199,15 @@ class Cluster:
             for party in parties:
                 self._network.join(party)
 
-        if not self._network.has_joined(parties):  # which all processes know alike
+        if not self._network.has_joined(parties):  # the answer is the same on all processes
             self.waits.run(join, f"waits for the other processes to connect {what}")
         return next((self._collectives_of(party) for party in parties if self._process.rank in party.ranks), None)
 
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all processes ask for the same operation, if the channels are open.
 
-        Arguments and errors are those of :meth:`Watch.confirm`. The time limit is half of that of other waits, whose
-        errors say less about the reason.
+        Arguments and errors are those of :meth:`Watch.confirm`. The time limit is half of that of other waits, so that
+        this error comes first: it says more about the cause than theirs.
         """
         if self.is_open and self.world.world_size > 1:
             self.waits.run(
@@ -216,7 +216,7 @@ class Cluster:
             )
 
     def links(self, stage_map: StageMap) -> tuple[Link, ...]:
-        """Return the link of each hop, which :func:`measure_links` measures once per map. Every process calls it."""
+        """Return the link of each hop; :func:`measure_links` runs once per stage map. Every process calls it."""
         if stage_map not in self._links:
             self._links[stage_map] = measure_links(stage_map, self.group, self.transport, self.waits, self.device)
         return self._links[stage_map]
@@ -270,7 +270,7 @@ class Cluster:
             self.batches = BatchStream(self.control, self.device, inbox=inbox, doing=doing)
 
     def _connect(self) -> None:
-        """Connect the processes, unless they are. They are not if another trainer has run since."""
+        """Connect the processes, unless they are connected. Another trainer that ran since has closed connections."""
         if not self._network.is_open:
             self._network.open()
             for party in all_parties(self.stage_map):

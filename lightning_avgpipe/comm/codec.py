@@ -1,14 +1,14 @@
-"""The codec of messages: frames, each of which announces a message on a wire, or holds a small one.
+"""The codec of messages: a frame announces a message on a wire, or holds all of a small one.
 
 ::
 
     frame     | lengths, numbers, micro-batch | channel and structure, if new | small tensors of the host, aligned |
-    after it    the rest of a frame that is too long, then packets: all other tensors but large ones in one for the
-                host and one for the device, and each large one by itself, of which no copy is made
+    after it    the rest of a frame that is too long, then packets: one of the remaining small tensors of the host, one
+                of those of the device, and one for each large tensor, which is sent without a copy
 
-Both ends number the structures of messages (shapes, types and everything else but the elements of tensors) in the order
-in which they appear, so that a repeated structure is neither pickled nor sent again. The structure determines the
-packets, and they carry a tag of their structure: the receiver can post their receives before the frame arrives.
+Both ends number the structures of messages (shapes, types, and everything else except the elements of tensors) in the
+order in which they appear, so that a repeated structure is neither pickled nor sent again. A structure determines its
+packets and their tag, so the receiver can post the receives before the frame arrives.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightning_avgpipe.errors import UnsendableError
 from lightning_avgpipe.utils.tensors import memory_order
 
 # A receive of CAPACITY bytes is posted before the size of the frame is known. On Linux gloo accepts a shorter message;
-# its transport elsewhere reads on until all bytes have come, so frames are padded there.
+# elsewhere its transport waits for all bytes, so frames are padded.
 _ACCEPTS_SHORTER = sys.platform == "linux"
 CAPACITY = 256 * 1024 if _ACCEPTS_SHORTER else 1024
-# bytes of the frame and of what is pickled in it, numbers of structure and channel, micro-batch
+# size of the frame and of the pickle in it, in bytes; numbers of the structure, the channel and the micro-batch
 _PREFIX = struct.Struct("<qqqqq")
 _NEW, _UNNUMBERED = -1, -2
 _MAX_NUMBERED = 1024
 FRAMES, REST, _FIRST_NUMBERED = 0, 1, 2  # tags
 MOST_TAGS = _FIRST_NUMBERED + _MAX_NUMBERED  # number of tags of one wire
-_LARGE = 256 * 1024  # bytes from which a copy costs more than a transfer
-_PASSING = 64 * 1024  # bytes of a frame, if others may pass the message on: a larger one travels in pieces
+_LARGE = 256 * 1024  # bytes from which a copy costs more than a transfer of its own
+_PASSING = 64 * 1024  # most bytes of a frame whose message may be forwarded: the rest can be forwarded in pieces
 _ALIGNMENT = 64
 
 
@@ -54,7 +54,7 @@ class TensorForm(NamedTuple):
         shape: shape of the tensor.
         dtype: type of its elements.
         on_host: whether it lives on the host at the sender.
-        order: dimensions in the order in which they lie in memory; None if that is their own order, or if there are
+        order: dimensions in the order in which they lie in memory; None if the tensor is contiguous, or its memory has
             gaps.
     """
 
@@ -67,7 +67,8 @@ class TensorForm(NamedTuple):
     def of(cls, tensor: Tensor) -> TensorForm:
         """Return the form of a tensor.
 
-        A transposed tensor arrives transposed, without a copy: kernels may round differently for another layout.
+        A transposed tensor arrives transposed, without a copy, because kernels may round differently for another
+        memory layout.
         """
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, memory_order(tensor))
 
@@ -101,7 +102,7 @@ class TensorForm(NamedTuple):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor in bytes, so that every type can be sent, also one that a backend does not know.
+    """Return a flat view of a tensor in bytes, so that every type can be sent, even one that the backend lacks.
 
     A tensor with a pending conjugation or negation is copied to resolve it.
     """
@@ -110,10 +111,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packet:
-    """Tensors of a message that travel together, one after the other.
+    """Tensors of a message that travel together, in one piece of memory.
 
     Attributes:
-        places: for each tensor its number in the message, its first byte in the packet, and its form.
+        places: for each tensor its index in the message, its first byte in the packet, and its form.
         nbytes: size of the packet, in bytes.
         on_host: whether its tensors live on the host.
     """
@@ -124,7 +125,7 @@ class Packet:
 
     @classmethod
     def of(cls, forms: Sequence[tuple[int, TensorForm]], on_host: bool) -> Packet:
-        """Make a packet of some tensors, given by their numbers and forms."""
+        """Make a packet of some tensors, given by their indices and forms."""
         places, nbytes = [], 0
         for number, form in forms:
             begin = aligned(nbytes)
@@ -133,7 +134,7 @@ class Packet:
         return cls(tuple(places), nbytes, on_host)
 
     def packed(self, message: Message) -> Tensor:
-        """Return the bytes of the tensors, on their device; those of a single tensor are not copied."""
+        """Return the bytes of the tensors, on their device. The bytes of a single tensor are a view, not a copy."""
         parts = self._parts(message)
         if len(parts) == 1:
             return parts[0]
@@ -151,7 +152,7 @@ class Packet:
         return [as_bytes(form.on_wire(tensors[number])) for number, _, form in self.places]
 
     def unpack(self, flat: Tensor, tensors: list[Tensor | None], copies: bool = False) -> None:
-        """Put a received packet's tensors into their places in a message, in the memory of ``flat`` or as copies."""
+        """Put the tensors of a received packet into a message's list of tensors, as views of ``flat`` or as copies."""
         for number, begin, form in self.places:
             part = flat[begin : begin + form.nbytes]
             # Views of one tensor share a version counter, so autograd would take a write into one for a write into all
@@ -180,12 +181,12 @@ def _packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packe
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a message: all but its micro-batch and the elements of its tensors.
+    """The structure of a message: everything except its micro-batch and the elements of its tensors.
 
     Attributes:
         forms: forms of the tensors.
         rest: the fields of a message after its tensors.
-        number: number of the structure at both ends; negative if it is new to the receiver, or has none.
+        number: number of the structure at both ends; negative if it is new to the receiver, or is not numbered.
     """
 
     forms: tuple[TensorForm | None, ...]
@@ -194,7 +195,7 @@ class Structure:
 
     @functools.cached_property
     def begins(self) -> tuple[list[int], int]:
-        """Where each tensor begins if they lie one after the other, and their size in all, in bytes."""
+        """The offset of each tensor if they lie one after the other, and their total size, in bytes."""
         begins = [*itertools.accumulate((0 if f is None else aligned(f.nbytes) for f in self.forms), initial=0)]
         return begins, begins[-1]
 
@@ -205,12 +206,12 @@ class Structure:
 
     @property
     def segments(self) -> int:
-        """The least number of pieces in which large tensors travel."""
+        """The minimum number of pieces in which large tensors travel."""
         return self.message(0, ()).segments
 
     @property
     def tag(self) -> int:
-        """The tag of the packets: one of the structure's own, if it is numbered, so they can be awaited in advance."""
+        """The tag of the packets. A numbered structure has a tag of its own, so its receives can be posted early."""
         return REST if self.number < 0 else _FIRST_NUMBERED + self.number
 
     def message(self, micro_batch: int, tensors: Sequence[Tensor | None]) -> Message:
@@ -218,7 +219,7 @@ class Structure:
         return Message(micro_batch, tuple(tensors), *self.rest)
 
     def bare(self, device: torch.device) -> list[Tensor | None]:
-        """Return the tensors that have no elements, each in its place."""
+        """Return the message's list of tensors, with only those that have no elements filled in."""
         return [
             torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else device)
             if form is not None and form.is_empty else None
@@ -227,12 +228,12 @@ class Structure:
 
 
 class Head(NamedTuple):
-    """The head of a message: all that the receiver is told before the elements of its tensors.
+    """The head of a message: everything that the receiver learns before the elements of the tensors.
 
     Attributes:
         structure: structure of the message.
         channel: number of the channel.
-        text: pickled structure and channel, those of them that are new; empty if none is.
+        text: pickle of the channel and the structure, as far as they are new to the receiver; empty if neither is.
     """
 
     structure: Structure
@@ -250,10 +251,10 @@ class Numbering:
     def head(self, route: Route, message: Message) -> Head:
         """Return the head of a message of a channel. Messages must be sent in the order of these calls.
 
-        The elements of the tensors may not be computed yet.
+        The elements of the tensors need not have been computed yet.
 
         Raises:
-            UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
+            UnsendableError: the message has something that cannot be pickled; then the message must not be sent.
         """
         forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
         rest: tuple[Any, ...] = message[2:]  # all fields after its tensors
@@ -276,7 +277,7 @@ class Numbering:
 
 
 class Numbered:
-    """The structures and channels that the receiving end of a connection has been told."""
+    """The numbered structures and channels at the receiving end of a connection."""
 
     def __init__(self) -> None:
         self._structures: list[Structure] = []
@@ -297,7 +298,7 @@ class Numbered:
 
 
 def frame_of(head: Head, message: Message) -> list[Tensor]:
-    """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
+    """Return what to send first for a message: its frame and, if that exceeds the capacity, the rest of it."""
     (inner, _), text = head.structure.packets, head.text
     begin = aligned(_PREFIX.size + len(text))
     size = begin + inner.nbytes
@@ -318,7 +319,7 @@ def pickled(item: Any) -> bytes:
     try:
         return pickle.dumps(item)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UnsendableError(f"what is to go to another process cannot be pickled: {error}") from error
+        raise UnsendableError(f"an object that must be sent to another process cannot be pickled: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ class FrameReader:
     """A reader of frames at the receiving end of a wire.
 
     Attributes:
-        usual: the latest structure that has repeated and has packets.
+        usual: the latest structure that was repeated and has packets; None at first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -383,5 +384,5 @@ class FrameReader:
 
 
 def aligned(nbytes: int) -> int:
-    """Return where the next tensor may begin behind so many bytes."""
+    """Return the first aligned offset that is not smaller than ``nbytes``."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

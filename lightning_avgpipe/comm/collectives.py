@@ -1,7 +1,7 @@
 """Collectives: operations of a set of processes. Every wait is bounded and ends when a process fails.
 
-Objects and small tensors meet on the host (:class:`Collectives`). Tensors of devices are summed or copied between
-processes that host the same stages in several groups (:class:`TensorCollectives`)::
+Objects and small tensors are exchanged on the host (:class:`Collectives`). Tensors of devices are summed or copied
+between processes that host the same stages in several groups (:class:`TensorCollectives`)::
 
     group 0     stage 0 on rank 1     stage 1 on rank 0
     group 1     stage 0 on rank 3     stage 1 on rank 2
@@ -35,7 +35,7 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 T = TypeVar("T")
 
 _TAG = 0
-_BLOCK, _SIZE = 1024, 8  # bytes of an exchange's first message, and of the length at its beginning
+_BLOCK, _SIZE = 1024, 8  # bytes of the first message of an exchange, and of the length at its beginning
 BUCKET_BYTES = 64 * 1024**2  # size from which a message takes no further tensor
 _PART = 8 * 1024**2  # elements that are gathered at once, to limit the memory for the terms of other processes
 
@@ -43,15 +43,15 @@ _PART = 8 * 1024**2  # elements that are gathered at once, to limit the memory f
 class Collectives:
     """The collective operations of a set of processes on the host.
 
-    Ranks are those among the members, except for ``ranks``.
+    Ranks are relative to the members, except in ``ranks``.
 
     Args:
         party: members of the set.
         rank: rank of this process among all.
         network: network that connects the members; unused if there is only one.
-        begin: begins to run a function that waits for the other members; its second argument says, for errors, what
-            this process does.
-        moved: called when bytes went over a connection.
+        begin: starts a function that waits for the other members; its second argument says, for errors, what this
+            process is doing.
+        moved: called when bytes have moved over a connection.
 
     Attributes:
         party: as given.
@@ -79,16 +79,16 @@ class Collectives:
         return None if self.world_size == 1 else self._network.group(self.party)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
-        """Run a collective, unless there is one member; stop waiting for it when a process has failed."""
+        """Run a collective, unless there is only one member. If a process fails, the wait ends with an error."""
         if self.world_size > 1:
             self.begin(what, collective).finish()
 
     def begin(self, what: str, collective: Callable[[], object]) -> Running:
-        """Begin a collective in a thread of its own. Until it is over these members must do nothing else together."""
+        """Start a collective in a thread of its own. Until it is over, the members must not start another one."""
         return self._begin(collective, f"waits for the other processes in {what}")
 
     def wait_for(self, work: Any, what: str) -> None:
-        """Wait for a collective that has begun. One that is over already is completed in this thread."""
+        """Wait for a collective that has been started. No thread is needed for one that is already over."""
         try:
             over = work.is_completed() and work.wait()
         except RuntimeError:  # a connection broke; waiting again, below, raises the error that explains it
@@ -106,7 +106,7 @@ class Collectives:
             self.begin_barrier(what).finish()
 
     def begin_barrier(self, what: str) -> Running:
-        """Begin to wait for all members; see :meth:`begin`."""
+        """Start a barrier without waiting for it; see :meth:`begin`."""
         return self.begin(what, lambda: self.process_group.allreduce([torch.zeros(1, device="cpu")]).wait())
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Collectives:
         return tensor
 
     def count(self, is_so: bool) -> int:
-        """Return the number of members on which something is so, on every member."""
+        """Return, on every member, the number of members that passed True."""
         return int(self.sum(torch.tensor(int(is_so), device="cpu"))) if self.world_size > 1 else int(is_so)
 
     # -- objects -----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Collectives:
         return [item] if self.world_size == 1 else self._exchange(_pickled(item), what)
 
     def begin_exchange(self, item: T, what: str = "an exchange of objects") -> Callable[[], list[T]]:
-        """Begin :meth:`exchange_objects` without waiting. All members begin and end their exchanges in the same order.
+        """Start :meth:`exchange_objects` without waiting. All members start and end their exchanges in the same order.
 
         Returns:
             A function that waits for the exchange and returns the items of all members, by rank.
@@ -177,7 +177,7 @@ class Collectives:
         return finish
 
     def _exchange(self, mine: Tensor, what: str, blocks: list[Tensor] | None = None) -> list[Any]:
-        """Return the items of all members. If one does not fit its block, all of them are gathered in longer ones.
+        """Return the items of all members. If one does not fit in its block, all are gathered again in longer blocks.
 
         Args:
             mine: pickled item of this process.
@@ -203,12 +203,12 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Peer:
-    """A member of a set of processes, to which another member sends and from which it receives.
+    """A member of a set of processes, as seen by a member that sends to it and receives from it.
 
     Attributes:
         process_group: process group of the members.
         rank: rank of the peer among the members.
-        moved: called when bytes went over a connection.
+        moved: called when bytes have moved over a connection.
     """
 
     process_group: Any
@@ -251,7 +251,7 @@ def _unpickled(data: Tensor) -> Any:
 
 
 def _block(mine: Tensor, length: int = _BLOCK) -> Tensor:
-    """Return a block of some length: that of the item with this prefix, and as much of the item as fits."""
+    """Return a block of ``length`` bytes: a prefix with the length that the item needs, and as much of it as fits."""
     block = torch.zeros(length, dtype=torch.uint8, device="cpu")
     block[:_SIZE] = torch.tensor([_SIZE + mine.numel()], device="cpu").view(torch.uint8)
     block[_SIZE : _SIZE + mine.numel()] = mine[: length - _SIZE]
@@ -259,7 +259,7 @@ def _block(mine: Tensor, length: int = _BLOCK) -> Tensor:
 
 
 def _length(block: Tensor) -> int:
-    """Return how long a block must be for its item."""
+    """Return the length, including the prefix, that the item of a block needs."""
     return int(block[:_SIZE].view(torch.int64))
 
 
@@ -272,14 +272,14 @@ class TensorCollectives:
     Args:
         members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first
             one is in the first group.
-        number: number of the models that this process's group trains; None: its rank among the members.
+        number: number that tells the models of this process's group from those of others; None: the rank among members.
 
     Attributes:
         members: as given.
         number: as given.
         on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
         count: number of groups.
-        present: number of groups that took part in the last sum that has ended; all, unless groups may be absent.
+        present: number of groups that took part in the last finished sum; all of them, unless groups may be absent.
     """
 
     def __init__(self, members: Collectives, number: int | None = None) -> None:
@@ -287,7 +287,7 @@ class TensorCollectives:
         self.number, self.present = members.rank if number is None else number, self.count
 
     def begin(self, ensemble: Any) -> None:
-        """Begin to train the models of an ensemble. Groups that begin at the same time have nothing to tell each other.
+        """Prepare to train the models of an ensemble. Groups that start together have nothing to exchange for this.
 
         Args:
             ensemble: this process's part of the models of its group.
@@ -302,10 +302,10 @@ class TensorCollectives:
         self.begin_sum(tensors)()
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to sum without waiting. All processes begin their sums in the same order.
+        """Start a sum without waiting. All processes start their sums in the same order.
 
         Args:
-            tensors: as of :meth:`sum`; not to be read or written before the end.
+            tensors: as for :meth:`sum`; they must not be read or written until the sum has ended.
         Returns:
             A function that waits for the sums and puts them into the tensors.
         """
@@ -317,23 +317,23 @@ class TensorCollectives:
 
     @torch.no_grad()
     def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to give all groups the integers of one of them, that of the first group, without waiting.
+        """Start to copy integers of the first group to all groups, without waiting, as a sum to which others add zero.
 
         Args and result are those of :meth:`begin_sum`.
         """
-        for tensor in tensors if self.number else ():  # the others add zero
+        for tensor in tensors if self.number else ():
             tensor.zero_()
         return self.begin_sum(tensors)
 
     @torch.no_grad()
     def begin_rounded_sum(self, tensors: Mapping[str, Tensor], wire: Format, key: RandomKey) -> Callable[[], None]:
-        """Begin to sum tensors that are rounded once: each process gets those of all groups, and adds them in order.
+        """Start a sum of rounded tensors: each process receives those of all groups, and adds them in the same order.
 
-        With G groups a process receives G - 1 times the rounded tensors; an exact sum takes 2 (G - 1) / G times the
-        tensors.
+        Each tensor is rounded once. With G groups a process receives G - 1 times the size of the rounded tensors; an
+        exact sum takes 2 (G - 1) / G times the size of the tensors.
 
         Args:
-            tensors: as of :meth:`begin_sum`, by name. Equal tensors of the same name are rounded equally.
+            tensors: as for :meth:`begin_sum`, by name; the name selects the random numbers for rounding.
             wire: format in which they travel.
             key: key of the random numbers for rounding, the same on all processes.
         Returns:
@@ -353,7 +353,7 @@ class TensorCollectives:
             self.members.wait_for(work, f"a sum over {self.members.party.what}")
             for number, term in enumerate(terms):
                 flats = zip(forms, term.split([form.nbytes for form in forms]), strict=True)
-                arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned
+                arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned in memory
                 for tensor, message in zip(tensors.values(), messages, strict=True):
                     rounded = message._replace(tensors=tuple(next(arrived) for _ in message.tensors))
                     (found,) = decompressed(rounded).tensors
@@ -363,7 +363,7 @@ class TensorCollectives:
         return end
 
     def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Copy the source group's tensors into those of the other groups. ``tensors`` is as of :meth:`sum`."""
+        """Copy the source group's tensors into those of the other groups. ``tensors`` is as for :meth:`sum`."""
 
         def broadcast(flat: Tensor) -> Any:
             group = self.members.process_group
@@ -395,7 +395,7 @@ class Bucket:
     def __init__(self, tensors: Sequence[Tensor], on_host: bool, collective: Callable[[Tensor], Any]) -> None:
         self._tensors = tensors
         self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        # as real numbers, which every backend knows
+        # as real numbers, which every backend supports
         self._sent = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._exchanged = self._sent.cpu() if on_host else self._sent
         self.work = collective(self._exchanged)
@@ -410,7 +410,7 @@ class Bucket:
 
 
 def buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
-    """Divide tensors into buckets, each of which travels as one message; only shapes and kinds decide.
+    """Divide tensors into buckets, each of which travels as one message, by their shapes and types only.
 
     Args:
         tensors: tensors in the order in which they travel; those of a bucket have the same type, and are all on the
@@ -429,7 +429,7 @@ def buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, bool]:
-    """Return what tensors that travel as one message have in common."""
+    """Return the properties that all tensors of one message share."""
     return tensor.dtype, tensor.is_cpu
 
 
@@ -438,7 +438,7 @@ def sum_in_order(
     sources: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Return the sum of all terms, with the same bits on all processes. All of them call it, and wait for each other.
+    """Return the sum of all terms, with the same bits on all processes. All of them must call it.
 
     Each process adds all terms by itself, in a fixed order::
 
@@ -447,7 +447,8 @@ def sum_in_order(
         process 2   c        a b c d   a + b + c + d
 
     The bits of the result depend neither on which process has which term nor on the number of processes. All
-    directions of all links are in use at once. With three or more processes each receives all terms of the others.
+    directions of all links are in use at the same time. With three or more processes, each receives all terms of the
+    others.
 
     Args:
         mine: this process's terms in their order, at least one; flat, of the same length and type on all processes.

@@ -1,4 +1,4 @@
-"""The control channel: what rank 0 tells the other processes while training runs, and what they report to it.
+"""The control channel: items that rank 0 sends to the other processes during training, and reports that it receives.
 
 ::
 
@@ -9,7 +9,7 @@
     group 1    rank 2   -- items -->     rank 3
                         <-- reports --
 
-A sender waits for no receiver. Requests from outside (such as a signal to stop) travel with the items, so that all
+A sender does not wait for a receiver. External requests (such as a signal to stop) travel with the items, so that all
 processes learn of them at the same point of the program.
 """
 
@@ -31,7 +31,7 @@ class ControlChannel:
 
     Args:
         rank: rank of this process in its group.
-        waits: waits for rank 0; their watch knows of failures, and of the requests to this process from outside.
+        waits: waits for rank 0; their watch knows of failures, and of external requests to this process.
         out: on rank 0 of a group, channels to each other rank of the group.
         source: on the other ranks, channel from rank 0 of the group; None on rank 0.
         reports: on rank 0 of a group, channels from each other rank, by rank.
@@ -64,14 +64,15 @@ class ControlChannel:
     def expect(self) -> None:
         """Post the receive of the next item in advance.
 
-        Without a posted receive the item would wait for its announcement, behind other traffic on the link.
+        Otherwise the sender would have to wait for the announcement of the receive, which queues behind other traffic
+        on the link.
         """
         if self._source is not None and not self._expects:
             self._source.expect(1)
             self._expects = True
 
     def has_news(self) -> bool:
-        """Return whether rank 0's next item has arrived, whose receive :meth:`expect` has posted; True on rank 0."""
+        """Return whether rank 0's next item has arrived, after :meth:`expect`; on rank 0 it is always True."""
         return self._source is None or self._source.ready()
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
@@ -141,7 +142,7 @@ class ControlChannel:
         return self._waits.watch.requests if self._num_groups == 1 else self._agreed
 
     def agree(self, requests: frozenset[str]) -> None:
-        """Agree on requests: call the listeners with each new one.
+        """Note requests as agreed on, and call the listeners with each new one.
 
         All processes receive requests with the same message, so they act on a request at the same point of the program.
         """
@@ -155,7 +156,7 @@ class ControlChannel:
         self._listeners.append(listener)
 
     def agreed(self, request: str) -> bool:
-        """Return whether all processes have agreed on a request by now."""
+        """Return whether the processes have agreed on a request."""
         return request in self._agreed
 
     def hear(self, inbox: Inbox, doing: str) -> Any:

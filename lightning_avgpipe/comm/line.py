@@ -1,4 +1,4 @@
-"""Lines: all channels from one process to another share a line, a wire with a thread at each end.
+"""Lines: all channels from one process to another share a line, which is a wire with a thread at each end.
 
 ::
 
@@ -8,22 +8,23 @@
                                           they were put
 
 Threads wait for the network, because gloo's works cannot be polled. A message that need not wait is sent by the thread
-that puts it: while that thread computes, the sender's thread would get the interpreter milliseconds later.
+that puts it: if that thread goes on to compute, the sender's thread may get the interpreter milliseconds later.
 
-Sends are rendezvous: gloo sends nothing before its peer has announced a receive, and this waits behind other traffic on
-the link. So receives are posted in advance for what is expected, and for what usually comes. Each direction has a
-process group of its own, because two directions on one delay each other.
+A send is a rendezvous: gloo sends nothing before its peer has announced a receive, and the announcement queues behind
+other traffic on the link. So receives are posted in advance, for expected messages and for packets that usually come.
+Each direction has a process group of its own, because two directions in one group delay each other.
 
-Between devices each direction has a communicator and a stream, and both ends start transfers in the frames' order. A
-device has fewer queues than streams: what waits at the head of a queue holds up other streams that share it. So a send
-is queued before its frame goes, and its receive when the frame has come; and no stream waits for the end of a send::
+Between devices each direction has a communicator and a stream, and both ends start transfers in the order of the
+frames. A device has fewer hardware queues than streams, and work that waits at the head of a queue blocks all streams
+that share it. So a send is queued before its frame is sent, a receive after the frame has arrived, and no stream waits
+for the end of a send::
 
     sender      | send queued | frame ------>
-    receiver                       frame | receive queued | what waits for it        all of it waits for earlier entries
+    receiver                       frame | receive queued | work that needs it       each waits for earlier entries only
 
-There is no deadlock: while a process expects any message, its receiver takes whatever comes, in order, also what is not
-expected yet, so no message blocks one that is waited for. A message that a process sends on takes its turn on the next
-line while its parts still arrive: the wait for them is a wait for a line nearer to their origin, so it ends.
+There is no deadlock. While a process expects any message, its receiver takes every message that arrives, in order and
+expected or not, so no message blocks another one that is awaited. A forwarded message takes its turn on the next line
+while its parts still arrive; that line waits only for a line nearer to the message's origin, so the wait ends.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ _MOST_FRAMES = 4  # frames that are awaited at once
 
 
 def lost_connection(peer: int, doing: str, route: Route | None, error: Exception | None) -> PeerError:
-    """Return the error that a connection broke.
+    """Return an error that says that a connection broke.
 
     Args:
         peer: global rank of the other end.
-        doing: what this end did, for the message.
-        route: route of the channel that waits; None: none does.
+        doing: what this end was doing, for the message.
+        route: route of the channel that was in use; None if there is none.
         error: the cause; None if the other end has closed the connection.
     """
     why = "" if error is None else f": {error}"
@@ -90,17 +91,17 @@ def _on(route: Route | None) -> str:
 
 
 class Passage:
-    """A message that a process receives and sends on: it tells the sending thread when each part has arrived."""
+    """A message that is forwarded while it arrives: the receiving thread tells the sending one of each part."""
 
     def __init__(self) -> None:
         self._parts: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def came(self, error: Exception | None = None) -> None:
-        """Note that the next part has arrived, or that none will because of an error."""
+        """Note that the next part has arrived or, with an error, that no more will."""
         self._parts.put(error)
 
     def wait(self) -> None:
-        """Wait for the next part."""
+        """Wait for the next part, or raise the error because of which it will not arrive."""
         if (error := self._parts.get()) is not None:
             raise error
 
@@ -141,16 +142,16 @@ class Wire:
         on_host: connection of the two processes on the host.
         device: device of tensors on this end.
         between: connection of the two devices; None moves tensors of devices over the host.
-        arrivals: told when bytes have moved, and when this end cannot go on.
-        opening: number of times that the connection was in use before, equal at both ends. A receive that was posted
-            then and never completed must not take bytes that are sent now.
+        arrivals: notified when bytes have moved, and when this end fails.
+        opening: number of earlier wires on the connection, the same at both ends. It determines the tags, so that a
+            receive that an earlier wire left uncompleted does not take bytes of this one.
     """
 
     def __init__(
         self, peer: int, on_host: Pair, device: torch.device, between: Pair | None, arrivals: Arrivals, opening: int = 0
     ) -> None:
         self.peer, self.device, self.arrivals = peer, device, arrivals
-        # called directly: the checks of dist.send take longer than the transfer of a small tensor
+        # process groups are called directly: the checks of dist.send take longer than the transfer of a small tensor
         self._on_host, self._between = on_host, between
         self._first_tag = opening * MOST_TAGS
         self._sending: deque[tuple[Any, Tensor]] = deque()  # works of sends between devices, with what they read
@@ -160,13 +161,13 @@ class Wire:
     def stream(self) -> Any:
         """The stream on which tensors travel, so that transfers overlap with compute; None where there are no streams.
 
-        Streams are few, so a wire that only moves tensors of the host makes none.
+        Streams are a scarce resource, so a wire that moves only tensors of the host makes none.
         """
         return self.port.new_stream()
 
     @property
     def connects_devices(self) -> bool:
-        """Whether tensors of devices travel between these, and not over the host."""
+        """Whether tensors of devices travel directly between the devices, and not over the hosts."""
         return self._between is not None
 
     @property
@@ -175,7 +176,7 @@ class Wire:
         return self.stream if self.connects_devices else None
 
     def fail(self, error: Exception, doing: str, route: Route | None) -> None:
-        """Note that this end cannot go on: by a PeerError if the connection broke, else by the error itself."""
+        """Report that this end has failed: with a PeerError if the connection broke, else with the error itself."""
         if is_broken_connection(error):
             error = lost_connection(self.peer, doing, route, error)
         else:
@@ -184,7 +185,7 @@ class Wire:
 
     @property
     def sends_at_once(self) -> bool:
-        """Whether any thread may start a send, because starting one holds up nothing."""
+        """Whether any thread may start a send, because starting one does not block."""
         return self.port.is_host
 
     def load(self, packets: Sequence[Packet], message: Message, ready: Any) -> list[Tensor]:
@@ -207,7 +208,7 @@ class Wire:
         return flats
 
     def begin(self, flat: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> Sequence[Any]:
-        """Begin to send bytes from :meth:`load`, or parts as they arrive by a passage; return works for :meth:`end`."""
+        """Start to send bytes from :meth:`load`, or a passage's parts as they arrive; return works for :meth:`end`."""
         if not flat.is_cpu:
             assert self._between is not None
             while self._sending and self._sending[0][0].is_completed():
@@ -228,7 +229,7 @@ class Wire:
         ended(works, self.arrivals.moved)
 
     def follow_sends(self) -> None:
-        """Let the wire's stream wait for the sends that it has begun between devices, to time them or to end."""
+        """Make the wire's stream wait for the sends between devices that were started, to time them or to finish."""
         while self._sending:
             work, flat = self._sending.popleft()
             with self.port.on_stream(self.stream):
@@ -236,7 +237,7 @@ class Wire:
                 self.port.hand_over(flat)
 
     def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
-        """Begin to receive bytes on the host."""
+        """Start to receive bytes on the host, and return works for :meth:`end`."""
         own = self._first_tag + tag
         return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
 
@@ -249,7 +250,7 @@ class Wire:
         return Posted(packet, flat, self.take(flat, pieces, tag))
 
     def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
-        """Wait for a packet and return its bytes; a passage is told of each part, so that it can be sent on.
+        """Wait for a packet and return its bytes. A passage, if given, is notified of each part, to forward it.
 
         On a device the bytes are valid once the wire's stream reaches this point.
         """
@@ -281,12 +282,12 @@ class Outgoing:
     Attributes:
         route: route of its channel.
         message: message to send.
-        ready: event after which its tensors may be read, a passage by which its packets arrive, or None: they may be
-            read.
+        ready: event after which its tensors may be read, or the passage of a message that still arrives; None: the
+            tensors may be read now.
         observers: observers of the channel's messages.
-        flats: its packets, if they arrive by a passage.
+        flats: memory in which its packets arrive, if ``ready`` is a passage.
         works: works of its transfer, once it has begun.
-        head: head of the message, once its place in the order of all messages is fixed.
+        head: head of the message, once its position in the order of all messages is fixed.
     """
 
     route: Route
@@ -322,11 +323,11 @@ class Sender:
         self._thread.start()
 
     def event(self) -> Any:
-        """Return an event after which what the device computes now may be read."""
+        """Return an event after which tensors that the device is computing now may be read."""
         return self.wire.port.event()
 
     def put(self, outgoing: Outgoing) -> None:
-        """Send a message in its turn; returns at once.
+        """Send a message after those that were put before it; return without waiting.
 
         Raises:
             UnsendableError: the message has something that cannot be pickled; it is not sent.
@@ -343,7 +344,7 @@ class Sender:
             self._queue.put(outgoing)
 
     def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. The last one ends the thread, once all queued messages are sent or can no longer be."""
+        """Close a channel. Closing the last one ends the thread, after all queued messages were sent or have failed."""
         self.routes.discard(route)
         if not self.routes:
             self._queue.put(None)
@@ -378,7 +379,7 @@ class Sender:
     def _observed(self, outgoing: Outgoing) -> Iterator[None]:
         stream = self.wire.transfer_stream if outgoing.observers else None
         if stream is not None and outgoing.ready is not None:
-            stream.wait_event(outgoing.ready)  # sending begins when there is something to send
+            stream.wait_event(outgoing.ready)  # observed times begin when there is something to send
         with contextlib.ExitStack() as sending:
             for observer in outgoing.observers:
                 sending.enter_context(observer.sending(outgoing.route, outgoing.message.micro_batch, stream))
@@ -394,7 +395,7 @@ class Sender:
         if self.wire.connects_devices and flats is None:
             flats = self.wire.load(packets, message, ready)
             for flat in flats:
-                if not flat.is_cpu:  # before the frame, see above
+                if not flat.is_cpu:  # before the frame, see the docstring of the module
                     self.wire.begin(flat)
         frame, *rest = frame_of(head, message)
         works = [*self.wire.begin(frame, tag=FRAMES)]
@@ -421,24 +422,24 @@ class NetworkOutbox:
         sender.routes.add(route)
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Queue a message to be sent, and tell the observers; returns at once."""
-        # tensors on the host are computed: they need no event of the device
+        """Queue a message to be sent, notify the observers, and return without waiting."""
+        # tensors on the host are already computed, so they need no event of the device
         on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
         self.pass_on(message, None if on_host else self._sender.event(), observers)
 
     @property
     def in_parts(self) -> bool:
-        """Whether a message may be sent on while it arrives."""
+        """Whether a message may be forwarded while it arrives."""
         return self._sender.in_parts
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
-        """Send a message, once ``ready`` has happened; or send its packets on as they arrive by a passage."""
+        """Send a message once the event ``ready`` has happened or, if ``ready`` is a passage, as its parts arrive."""
         for observer in observers:
             observer.queued()
         self._sender.put(Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
-        """Send what is queued, and no more; see :meth:`Sender.leave`."""
+        """Close the channel after all queued messages are sent; see :meth:`Sender.leave`."""
         self._sender.leave(self._route, join_s)
 
 
@@ -448,11 +449,11 @@ class Receiver:
     def __init__(self, wire: Wire) -> None:
         self.wire, self.port = wire, wire.port
         self.routes: set[Route] = set()
-        self._inboxes: dict[Route, NetworkInbox] = {}  # also of channels that are not open yet
+        self._inboxes: dict[Route, NetworkInbox] = {}  # including those of channels that are not open yet
         self._receiving: Route | None = None
         self._reader = FrameReader(wire.device)
-        # frames that are awaited, each with its works, and the one whose message is being received; at most as many as
-        # messages are expected
+        # frames that are awaited, each with its works, and the one whose message is being received; at most one for
+        # each expected message
         self._frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
         self._spare: list[Tensor] = []
         self._posted: dict[int, list[Posted]] = {}  # packets of structures that usually come, by tag
@@ -482,7 +483,7 @@ class Receiver:
             self._changed.notify_all()
 
     def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. The last one ends the thread; a thread that waits for its peer ends with the connection."""
+        """Close a channel. Closing the last one ends the thread, or lets it end with the connection if it waits."""
         with self._changed:
             self.routes.discard(route)
             self._inboxes.pop(route, None)
@@ -505,7 +506,7 @@ class Receiver:
         self.wire.fail(error, "receiving", awaited)
 
     def _await_frames(self) -> None:
-        """Post receives of frames, as many as messages are expected."""
+        """Post receives of frames: one for each expected message, up to a limit."""
         owed = sum(len(inbox.expected) for inbox in self._inboxes.values())
         while len(self._frames) < min(owed, _MOST_FRAMES):
             frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
@@ -558,7 +559,7 @@ class Receiver:
             self._await_frames()
 
     def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
-        """Start to send a message on while its packets arrive, if it is expected and has an onward channel."""
+        """Start to forward a message while its packets arrive, if it is expected and its onward channel allows it."""
         with self._changed:
             expected = self._inbox(opened.route).expected
             observers, onwards = expected[0] if expected else ((), None)
@@ -578,10 +579,10 @@ class NetworkInbox:
 
     Attributes:
         route: route of the channel.
-        expected: for each message that is expected and has not arrived, its observers and the outbox that it is sent on
-            to.
+        expected: for each message that is expected and has not arrived, its observers and the outbox to which it is
+            forwarded, or None.
         early: messages that arrived before they were expected, each with an event after which it may be read, or None,
-            and with the time at which it arrived; None: it is noted when the message is expected.
+            and with its time of arrival; None: observers are told the time at which it is handed in.
         arrived: messages that may be taken, each with such an event or None.
     """
 
@@ -592,12 +593,12 @@ class NetworkInbox:
         self.arrived: deque[tuple[Message, Any]] = deque()
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Post the receives of ``count`` messages, which are reported to the observers, and sent on to ``onwards``."""
+        """Post the receives of ``count`` messages, which are reported to the observers and forwarded to ``onwards``."""
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
         self._receiver.expect(self, [(observers, onwards)] * count)
 
     def hand_in(self, stream: Any = None, passed: bool = False) -> None:
-        """Move messages that are expected from early to arrived, in their order, and send them on unless ``passed``."""
+        """Move expected messages from early to arrived, in order, and forward them unless they have ``passed`` on."""
         while self.early and self.expected:
             (message, event, at_s), (observers, onwards) = self.early.popleft(), self.expected.popleft()
             if onwards is not None and not passed:
@@ -624,5 +625,5 @@ class NetworkInbox:
         return message
 
     def close(self, join_s: float) -> None:
-        """Stop receiving, and drop messages that were not taken; see :meth:`Receiver.leave`."""
+        """Stop receiving, and drop the messages that were not taken; see :meth:`Receiver.leave`."""
         self._receiver.leave(self.route, join_s)

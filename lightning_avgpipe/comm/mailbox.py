@@ -1,23 +1,23 @@
-"""Mailboxes: two processes of one host exchange messages through memory that both have, and no thread waits for them.
+"""Mailboxes: two processes of one host exchange messages through shared memory, without threads that wait for them.
 
 ::
 
     process 0                                                                       process 1
-    whoever puts a message copies  -- tensors ------->  memory that 0 writes  -->  the thread that waits copies them
-    its tensors                    -- what and where ->  socket of the host   -->  out when it looks
-                                   <-- how many are out --
+    the thread that puts a message   -- tensors ----->  memory that 0 writes  -->  the thread that waits copies the
+    copies its tensors               -- records ----->  socket of the host    -->  tensors out when it looks
+                                     <-- records with the number of messages copied out --
 
-A record on the socket says where a message lies and which structure it has, by the number that both ends have given it:
-a new one is pickled into the memory once. Each record, of either direction, also says how many messages its sender has
-copied out, whose memory may be written again. Where too little comes back, a record asks for it. The kernel orders
-records and memory, wakes the process that waits, and ends the connection with either process.
+A record on the socket says where a message lies, and has the number of its structure; a new structure is pickled into
+the memory once. Every record, in either direction, also says how many messages its sender has copied out, so that their
+memory can be written again. If memory fills up and no record comes back, a record asks for one. The kernel orders
+records and memory, wakes the waiting process, and ends the connection when either process ends.
 
-Nobody waits for room: what finds none is queued, and goes when the other process has looked. A process looks between
-two actions and while it waits, so a message that it sends on leaves then.
+No thread waits for room. A message for which there is no room is queued, and sent when the other process has copied
+others out. A process looks for messages between two actions and while it waits, and forwards messages at these times.
 
-The memory has no name, so nothing of it outlives the processes, and no limit but the host's: it grows to what is under
-way at a time. The socket has a name within the network of the processes. Those on two hosts, or with networks of their
-own, do not find each other and use a line.
+The memory is an unnamed file, so it does not outlive the processes and has no limit other than the host's. It grows to
+the largest size in flight at a time. The socket has a name in the network namespace of the processes. Processes on
+different hosts, or in different network namespaces, do not find each other, and use a line.
 """
 
 from __future__ import annotations
@@ -52,49 +52,49 @@ from lightning_avgpipe.utils.device import host_now, port_of
 
 _log = logging.getLogger(__name__)
 
-# opening, first byte, bytes of the pickle and of all (0: no message), numbers of structure and channel, micro-batch;
-# how many messages are out, whether to answer, and the time of the sender
+# opening; of the message: first byte, size of its pickle and in total (0: no message), numbers of structure, channel
+# and micro-batch; number of messages that the sender has copied out, whether it asks for an answer, time on its clock
 _RECORD = struct.Struct("<qqqqqqqq?d")
-_MOST = 128  # messages in the memory at a time: their records fit in the socket's buffer
-_MOST_BYTES = 64 * 1024**2  # of these messages, unless a single one is larger
+_MOST = 128  # most messages in the memory at a time, so that their records fit in the socket's buffer
+_MOST_BYTES = 64 * 1024**2  # most bytes of these messages, unless a single one is larger
 _MOST_VIEWS = 1024
 _NO_MESSAGE = (0,) * 6
 _CPU = torch.device("cpu")
 
 
 class SharedMemory:
-    """Memory of two processes, which one of them writes.
+    """Memory that two processes share, and that one of them writes.
 
     Args:
-        file: the memory as a file without a name.
+        file: the memory as an unnamed file.
     """
 
     def __init__(self, file: Any) -> None:
         self.file = file
         self._size = 0
         self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._views: dict[Any, list[Tensor | None]] = {}  # of structures that repeat, in the places where they lay
+        self._views: dict[Any, list[Tensor | None]] = {}  # tensors of numbered structures, by where they lie
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file have at least so many bytes; only those that are written take memory."""
+        """Extend the file to at least ``nbytes`` bytes; only those that are written take memory."""
         if nbytes > self._size:
             self._size = max(nbytes, 2 * self._size)
             self.file.truncate(self._size)
 
     def bytes(self, first: int, nbytes: int) -> Tensor:
-        """Return the memory from a byte on; it must be part of the file by now."""
+        """Return ``nbytes`` bytes of the memory from the byte ``first`` on; the file must be large enough."""
         if first + nbytes > len(self._flat):
             self._flat = torch.frombuffer(mmap.mmap(self.file.fileno(), 0), dtype=torch.uint8)
             self._views.clear()
         return self._flat[first : first + nbytes]
 
     def tensors(self, first: int, structure: Structure, opening: int) -> list[Tensor | None]:
-        """Return the tensors of a message that lie there."""
+        """Return views of the tensors of a message that begins at the byte ``first``; None for those without bytes."""
         begins, nbytes = structure.begins
         key = (structure.number, opening, first) if structure.number >= 0 else None
         found = None if key is None else self._views.get(key)
         if found is None:
-            with torch.inference_mode(False):  # also written and read outside of it
+            with torch.inference_mode(False):  # the views are also used outside of inference mode
                 flat = self.bytes(first, nbytes)
                 found = [
                     None if form is None or form.is_empty else form.from_bytes(flat[begin : begin + form.nbytes])
@@ -111,7 +111,7 @@ class Places:
     """The places of messages in memory that this process writes.
 
     Attributes:
-        sent: number of messages that have been put there.
+        sent: number of messages that have been put into the memory.
         out: number of those that the other process has copied out.
     """
 
@@ -121,7 +121,7 @@ class Places:
         self._order: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int | None:
-        """Return the first byte of a further message; None if there is no room now."""
+        """Reserve a place for a message, and return its first byte; None if there is no room now."""
         number, begin = 0, 0
         while number < len(self._taken) and self._taken[number][0] - begin < nbytes:
             number, begin = number + 1, self._taken[number][1]
@@ -134,7 +134,7 @@ class Places:
         return begin
 
     def release(self, out: int) -> None:
-        """Note how many messages the other process has copied out by now."""
+        """Free the places of the messages that the other process has copied out, ``out`` of them in total."""
         for _ in range(out - self.out):
             self._taken.remove(self._order.popleft())
         self.out = out
@@ -170,15 +170,15 @@ class Mailbox:
         self._shut = weakref.finalize(self, close_all, os.getpid(), door, mine, theirs)
         self._arrivals: Arrivals | None = None
         self._lost: PeerError | None = None
-        self._lock = threading.RLock()  # threads of lines may put what they send on
+        self._lock = threading.RLock()  # threads of lines may put messages that they forward
         self._opening = 0
-        # what has come, by opening, for the other end may be ahead; also of channels that are not open yet
+        # what has arrived, by opening, since the other end may be one ahead; including channels that are not open yet
         self._readings: defaultdict[int, tuple[Numbered, dict[Route, NetworkInbox]]]
         self._readings = defaultdict(lambda: (Numbered(), {}))
         self._numbering = Numbering()
         self._queue: deque[Outgoing] = deque()
         self._places = Places()
-        self._asked = 0  # number of messages about which the last question was
+        self._asked = 0  # number of messages that had been sent when an answer was last asked for
         self._out = 0  # number of messages that this end has copied out
 
     # -- channels ------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Mailbox:
         return self._inbox(self._opening, route)
 
     def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. The last one waits up to ``join_s`` seconds until all messages are sent."""
+        """Close a channel. Closing the last one waits up to ``join_s`` seconds until all messages are sent."""
         self.routes.discard(route)
         self._readings[self._opening][1].pop(route, None)
         if not self.routes:
@@ -204,7 +204,7 @@ class Mailbox:
                 self._arrivals.wait_for(lambda: not self._queue or self._lost is not None, join_s)
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection; messages that are queued are not sent."""
         self._lose(None, "it was given up")
         self._shut()
 
@@ -237,10 +237,10 @@ class Mailbox:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """Return None: what is computed on the host may be read."""
+        """Return None: tensors on the host need no event, since they are already computed."""
 
     def put(self, outgoing: Outgoing) -> None:
-        """Send a message, or queue it if there is no room; returns at once.
+        """Send a message, or queue it if there is no room; return without waiting.
 
         Raises:
             UnsendableError: the message has something that cannot be pickled; it is not sent.
@@ -252,7 +252,7 @@ class Mailbox:
             self._send_queued()
             if self._queue:
                 self.look()
-                self._arrivals.notify()  # what has been taken in, if another thread waits
+                self._arrivals.notify()  # another thread may be waiting for a message that look() has taken in
             if self._lost is not None:
                 self._arrivals.fail(self._lost)
 
@@ -265,7 +265,7 @@ class Mailbox:
             self._queue.popleft()
 
     def _post(self, outgoing: Outgoing) -> bool:
-        """Send a message, if there is room."""
+        """Send a message if there is room, and return whether it was sent."""
         assert outgoing.head is not None
         message, (structure, channel, text) = outgoing.message, outgoing.head
         behind = aligned(len(text))
@@ -287,7 +287,7 @@ class Mailbox:
         return True
 
     def _tell(self, *record: int, asks: bool = False) -> None:
-        """Send a record, which asks only if no question is open."""
+        """Send a record. It asks for an answer if ``asks`` or memory fills up, unless an earlier question is open."""
         asks = (asks or self._places.are_filling) and self._places.out >= self._asked
         if asks:
             self._asked = self._places.sent
@@ -295,7 +295,7 @@ class Mailbox:
         try:
             self._door.send(told, socket.MSG_NOSIGNAL)
         except OSError as error:
-            self._read()  # what was sent before the other end went
+            self._read()  # what the other end sent before it closed
             self._lose(error, "sending")
 
     # -- receiving -----------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Mailbox:
                 record = self._door.recv(_RECORD.size)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # the other end has gone with something unread; what it sent may be here
+            except ConnectionResetError:  # the other end closed with records unread; records from it may still be here
                 continue
             if not record:
                 self._lose(None, "receiving")
@@ -329,11 +329,11 @@ class Mailbox:
         self, opening: int, first: int, nbytes: int, number: int, channel: int, micro_batch: int, at_s: float
     ) -> None:
         if opening < self._opening or (opening == self._opening and not self.routes):
-            return  # nobody waits for it any more
+            return  # the message belongs to channels that are closed
         text = self._theirs.bytes(first, nbytes).numpy().data if nbytes else b""
         route, structure = self._readings[opening][0].find(number, channel, text)
         tensors = structure.bare(_CPU)
-        with torch.inference_mode(False):  # it may be used outside of it
+        with torch.inference_mode(False):  # the message may be used outside of inference mode
             for i, place in enumerate(self._theirs.tensors(first + aligned(nbytes), structure, opening)):
                 if place is not None:
                     tensors[i] = place.clone()
@@ -344,7 +344,7 @@ class Mailbox:
             self._arrivals.moved()
 
     def _lose(self, error: OSError | None, doing: str) -> None:
-        """Note that the connection broke; whoever waits for a message is told."""
+        """Note that the connection broke, and fail if a message is expected."""
         if self._lost is not None:
             return
         if self._arrivals is not None:
@@ -360,20 +360,20 @@ class Mailbox:
 
 
 def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool) -> Mailbox | None:
-    """Connect two processes if they are on one host and in one network. Both call it.
+    """Connect two processes if they are on one host and in one network namespace. Both call it.
 
     Args:
-        store: store that only these two use, once.
+        store: store that only these two processes use, for this call only.
         rank: global rank of this process.
         peer: global rank of the other one.
-        limit: longest time that it may take.
+        limit: longest time that connecting may take.
         wanted: whether this process may use a mailbox.
 
     Returns:
         This end of the mailbox; None on both if there is none.
 
     Raises:
-        DistNetworkError: the other process has ended meanwhile.
+        DistNetworkError: the other process ended before both were connected.
     """
     memory, door, token = None, None, ""
     if wanted and sys.platform == "linux":
@@ -406,7 +406,7 @@ def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool
 def _answer(
     store: dist.Store, listener: Any, memory: Any, token: str, limit: timedelta
 ) -> tuple[socket.socket, int] | None:
-    """Wait for the other process, and exchange memories; return the socket to it, and its memory."""
+    """Accept the other process's connection and exchange memory files; return the socket, and its file's descriptor."""
     store.set("token", token)
     if _awaited(store, "found", limit) != b"yes":
         return None
@@ -416,13 +416,13 @@ def _answer(
         said, files, *_ = socket.recv_fds(door, len(token), 1)
         if secrets.compare_digest(said, token.encode()):
             break
-        door.close()  # somebody else's
+        door.close()  # a connection of another program
     socket.send_fds(door, [b"\0"], [memory.fileno()])
     return door, files[0]
 
 
 def _call(store: dist.Store, door: Any, memory: Any, limit: timedelta) -> tuple[socket.socket, int] | None:
-    """Look for the other process, and exchange memories; return the socket to it, and its memory."""
+    """Connect to the other process and exchange memory files; return the socket to it, and its file's descriptor."""
     token = _awaited(store, "token", limit).decode()
     found = bool(token) and memory is not None and door.connect_ex(_address(token)) == 0
     store.set("found", "yes" if found else "no")
@@ -434,7 +434,7 @@ def _call(store: dist.Store, door: Any, memory: Any, limit: timedelta) -> tuple[
 
 
 def _awaited(store: dist.Store, key: str, limit: timedelta) -> bytes:
-    """Return the value of a key that the other process sets within a limit, which may be more than the store's own."""
+    """Return the value of a key that the other process sets within a limit, which may exceed the store's timeout."""
     store.wait([key], limit)
     return store.get(key)
 

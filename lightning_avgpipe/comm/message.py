@@ -1,18 +1,18 @@
-"""Messages: what crosses a boundary between stages, or goes to another process for another reason.
+"""Messages: what travels across a boundary between stages, or to another process for another reason.
 
 Values and gradients may travel in a wire format, and the message says so::
 
     sender     x  --compressed-->  q (int8 or bfloat16, in the place of x), scales of int8 after all tensors
     receiver   q, scales  --decompressed-->  what the next stage computes with, in the type of x
 
-The sender computes on with what it had. Whoever passes a message on sends it as it came, so that all stages decode the
-same numbers. int8 rounds up or down at random, by how near the two multiples are: what arrives is right on average,
-also of a gradient whose entries are smaller than its scale. Random numbers come from a stream of each tensor's own,
-so they do not depend on timing, nor do the model's draws on them.
+The sender goes on with its exact values. A process that forwards a message does not decode it, so that all stages
+decode the same numbers. int8 rounds stochastically, the nearer of two multiples being more likely, so the result is
+unbiased, even for a gradient whose entries are smaller than its scale. Each tensor has its own stream of random
+numbers, so rounding does not depend on timing, and does not change the random numbers that the model draws.
 
-An error of rounding is not added to a later gradient (error feedback). Rounding errors of gradients of values are
-multiplied by other samples' inputs, so they do not cancel; published work on pipelines rounds these gradients
-directly as well (AQ-SGD, Wang et al., NeurIPS 2022).
+There is no error feedback, in which a rounding error is added to a later gradient. Rounding errors of activation
+gradients are multiplied by the inputs of other samples, so they would not cancel; published work on pipelines also
+rounds these gradients directly (AQ-SGD, Wang et al., NeurIPS 2022).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Message(NamedTuple):
     """Values of one micro-batch on their way to the next stage, or their gradients on the way back.
 
     Attributes:
-        micro_batch: i; channels are FIFO, so this only checks the order.
+        micro_batch: number i of the micro-batch; channels are FIFO, so it only serves to check the order.
         tensors: values in the order of the program, or one gradient for each value that requires one; None for a value
             on which the loss does not depend.
         requires_grad: for values, which of them require a gradient.
-        entries: for values, what the nodes before the cut returned: fewer if the step has ended before. For gradients
-            whether the step has skipped the micro-batch: there is no loss.
-        abandoned: whether the sender has given up the iteration, and has nothing to send.
-        forward_only: for values, how many stages, from the first, run forwards only, as the sender knows.
-        attested: for values, what the step asked of the nodes before the cut.
-        segments: least number of pieces in which large tensors travel, so that whoever passes them on need not wait.
-        decoded: type to which each tensor of a compressed message is decoded; None for a tensor that is as it was.
+        entries: for values, what the nodes before the cut returned; fewer nodes if the step has ended before the cut.
+            For gradients, whether the step skipped the micro-batch, so that there is no loss.
+        abandoned: whether the sender has abandoned the iteration, and has nothing to send.
+        forward_only: for values, how many stages, from the first, only run forwards, as far as the sender knows.
+        attested: for values, the requests of the step for the nodes before the cut.
+        segments: minimum number of pieces in which large tensors travel, so that each piece can be forwarded at once.
+        decoded: type to which each tensor of a compressed message is decoded; None for a tensor that was not changed.
             Scales come after these tensors. Empty: nothing is compressed.
     """
 
@@ -67,11 +67,11 @@ class Message(NamedTuple):
 
 
 class _Strided:
-    """A marker in the place of a strided tensor among the leaves; a sparse tensor leaves its sparseness there."""
+    """A marker in place of a strided tensor among the leaves; in place of a sparse one there is a Sparseness."""
 
 
 def pack(item: Any) -> Message:
-    """Return a message with any tree of tensors and picklable leaves.
+    """Pack a tree of tensors and picklable leaves into a message.
 
     Raises:
         AvgPipeError: the tree has a nested tensor.
@@ -115,7 +115,7 @@ def compressed(message: Message, wire: Format | None, key: RandomKey, name: str)
         message: values, of which those that require a gradient may be compressed, or gradients.
         wire: format in which they travel; None: full precision.
         key: random key of the micro-batch.
-        name: name of the direction and hop, which have streams of random numbers of their own.
+        name: name of the stream of random numbers, such as that of a direction and hop.
     """
     if wire is None:
         return message
@@ -139,7 +139,7 @@ def compressed(message: Message, wire: Format | None, key: RandomKey, name: str)
 
 
 def decompressed(message: Message) -> Message:
-    """Return a message as it was before it was compressed, but for rounding."""
+    """Undo :func:`compressed`, except for rounding."""
     if not message.decoded:
         return message
     tensors = message.tensors[: len(message.decoded)]
@@ -157,14 +157,14 @@ def decompressed(message: Message) -> Message:
 
 
 def quantise(tensor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Round each row to multiples of its largest magnitude / 127, up or down at random, without bias.
+    """Round each row to multiples of its largest magnitude / 127, stochastically and without bias.
 
     Args:
-        tensor: tensor of at least two dimensions; a row of it lies along the last one.
+        tensor: tensor of at least two dimensions; its rows lie along the last one.
         seed: seed of the random numbers.
     Returns:
-        The multiples, laid out in memory as the tensor is, and the scale of each row. A row with a number that is not
-        finite in float32 has no finite scale, and arrives as NaN.
+        The multiples, with the memory layout of the tensor, and the scale of each row. A row with a number that is not
+        finite in float32 has no finite scale, and is decoded as NaN.
     """
     exact = tensor.detach().float()
     smallest = torch.finfo(torch.float32).tiny

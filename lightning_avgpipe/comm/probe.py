@@ -1,4 +1,4 @@
-"""Probes: what is measured by messages to and fro, of links, bandwidths and clocks."""
+"""Probes: links, bandwidths and clock offsets, measured by round trips of messages."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lightning_avgpipe.utils.device import host_now, port_of
 
 _SMALL = 64
 _LARGE = (256 * 1024, 4 * 1024**2, 32 * 1024**2)
-_LONG_S = 0.02  # a larger message is tried as long as the last round trip took less
-_TRIPS = 4  # at most, of each size
-_ENOUGH_S = 0.15  # for the trips of a size; at least two are made
-_QUESTIONS = 16  # for the time on another clock, each with its answer
+_LONG_S = 0.02  # the next size is tried only if round trips of the last one took no longer
+_TRIPS = 4  # most trips of each size
+_ENOUGH_S = 0.15  # time after which no further trip of a size is made; at least two are
+_QUESTIONS = 16  # number of times that another clock is read
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
 def time_trips(trip: Callable[[int], None], now: Callable[[], float] = host_now) -> tuple[float, float]:
-    """Time trips there and back.
+    """Time round trips of messages.
 
-    The quickest trip of each size counts, since others may have waited for the host or for a packet to be sent again.
+    The quickest trip of each size counts, since others may have waited for the host or for a retransmitted packet.
 
     Args:
-        trip: makes a trip with a message of so many bytes.
+        trip: makes a round trip with a message of the given number of bytes.
         now: returns the time in seconds.
     Returns:
         Seconds per byte, and seconds of a message of 64 bytes.
@@ -88,7 +88,7 @@ def measure_links(
 
 
 def _measure_hop(hop: int, asks: bool, transport: Transport, waits: Waits, device: torch.device) -> Link | None:
-    """Send messages over a hop and return its link; or, at the other end, return messages until an empty one comes."""
+    """Send messages over a hop and return its link; at the other end, send messages back until an empty one arrives."""
     there, back, port = Edge(0, hop, "forward"), Edge(0, hop, "backward"), port_of(device)
     doing = f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed"
 
@@ -120,7 +120,7 @@ def _measure_hop(hop: int, asks: bool, transport: Transport, waits: Waits, devic
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yield every pair of ``count`` processes once, in rounds in which no process is in two pairs.
 
-    One process keeps its place, the others move round the table::
+    Processes sit at a table, each paired with the one opposite. One keeps its place, the others rotate::
 
         0 1     0 3     0 2
         3 2     2 1     1 3
@@ -133,7 +133,9 @@ def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_bandwidth(group: Collectives) -> list[list[float]]:
-    """Measure the bandwidth between every two processes, over the hosts, in V - 1 rounds. Every process calls it.
+    """Measure the bandwidth between the hosts of every two of V processes, in rounds of disjoint pairs.
+
+    Every process calls it.
 
     Returns:
         The bytes per second from each process (row) to each other one, on every process; shape ``(V, V)``, infinite on
@@ -158,7 +160,7 @@ def measure_bandwidth(group: Collectives) -> list[list[float]]:
 
 
 def _ask(peer: Peer) -> float:
-    """Return the bytes per second of messages to the peer, each of which a small one answers."""
+    """Return the bytes per second of messages to the peer, which answers each with a small one."""
     number = torch.empty(1, dtype=torch.int64, device="cpu")
 
     def trip(size: int) -> None:
@@ -208,7 +210,7 @@ def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset
 
 
 def offset_in(group: Collectives) -> ClockOffset:
-    """Return the offset of this process's clock from that of rank 0. Every process of the group calls it."""
+    """Estimate the offset of this process's clock from that of rank 0. Every process of the group calls it."""
     rounds: list[tuple[float, float, float]] = []
 
     def exchange() -> None:

@@ -1,8 +1,8 @@
-"""Process groups: a network of torch, with pairs of processes for messages and groups of them for collectives.
+"""Process groups of torch.distributed: pairs of processes for messages, and larger groups for collectives.
 
-On the host both use gloo. All gloo connections of a process share the listening socket, and the thread that serves it,
-of torch's group of all processes. A process has the connections of one network at a time: opening the next network
-closes those of the last one, so their number does not grow with the number of trainers.
+On the host both use gloo. All gloo connections of a process share the listening socket of torch's default group, and
+the thread that serves it. A process has the connections of one network at a time: opening the next network closes those
+of the last one, so their number does not grow with the number of trainers.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class _Line:
 
 
 class ProcessGroups:
-    """The network of torch.distributed: connections of this process, by ranks among all.
+    """The connections of this process through torch.distributed. Ranks are those among all processes.
 
     All processes call open, connect and join in the same order.
 
     Args:
         rank: rank of this process.
         device: device of this process.
-        timeout: longest time that connecting, or an exchange between devices that both ends have begun, may take. Waits
-            on the host have no limit here.
+        timeout: longest time for connecting, and for an exchange between devices that both ends have started. Waits on
+            the host are limited elsewhere.
         device_backend: backend between devices, such as "nccl"; None if everything travels over the host.
-        shared_memory: whether messages between processes of one host that compute there travel in mailboxes.
+        shared_memory: whether messages between processes that compute on the CPU of one host travel in mailboxes.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class ProcessGroups:
         self._mailboxes: dict[int, Mailbox | None] = {}  # by rank of the other process
         self._parties: dict[Party, dist.ProcessGroup] = {}
         # groups of which this process is a member: those that connect hosts, those that connect devices, and those that
-        # torch.distributed knows
+        # are registered with torch.distributed
         self._on_hosts: list[Any] = []
         self._on_devices: list[Any] = []
         self._registered: list[Any] = []
 
     def next_run(self, store: dist.Store | None) -> dist.Store:
-        """Return the part of a store that only the next run uses; None stands for the store of torch.distributed."""
+        """Return a part of a store for the next run only; None stands for the store of torch.distributed."""
         return _part_of(store, f"runs/{next(_runs)}")
 
     @property
@@ -107,7 +107,7 @@ class ProcessGroups:
         return self._store is not None
 
     def open(self) -> None:
-        """Make it possible to connect, and close the last network of this process. Every process calls it."""
+        """Allow connections to be made, and close the last network of this process. Every process calls it."""
         global _current
         if _current is not None and _current is not self:
             _current.close()
@@ -115,10 +115,10 @@ class ProcessGroups:
         self._store = _part_of(None, f"connections/{next(_openings)}")
 
     def close(self) -> None:
-        """Give up all connections; no message may be in flight. They may be opened again."""
+        """Close all connections; no message may be in flight. The network can be opened again."""
         global _current
         for group in self._registered:
-            with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
+            with contextlib.suppress(ValueError):  # torch.distributed was shut down before
                 dist.destroy_process_group(group)
         self._close_mailboxes()
         self._mailboxes.clear()
@@ -129,7 +129,7 @@ class ProcessGroups:
             _current = None
 
     def connect(self, route: Route) -> None:
-        """Connect the ends of a route, unless they are connected; a hop also between devices that have a backend."""
+        """Connect the ends of a route, unless they are connected; those of a hop also between devices, if possible."""
         ends = route.source, route.target
         line = self._lines.get(ends)
         if line is None:
@@ -155,10 +155,10 @@ class ProcessGroups:
         return all(party in self._parties for party in parties)
 
     def _start(self, transfer: Callable[[Tensor], Any]) -> None:
-        """Make the communicator of a group by its first transfer, beside which nothing else runs.
+        """Create the communicator of a group, by a first transfer while nothing else runs.
 
-        To make one the host waits for the other processes: a sender must not, before it has sent the frame for which
-        the receiver waits.
+        The host waits for the other processes when a communicator is created. If a sender did so later, it would wait
+        before it has sent the frame for which the receiver waits: a deadlock.
         """
         transfer(torch.zeros(1, device=self._device)).wait()
 
@@ -230,10 +230,10 @@ class ProcessGroups:
                 mailbox.close()
 
     def disconnect(self) -> None:
-        """End the transfers for which threads wait. Nothing can be sent any more.
+        """End the transfers for which threads wait. Nothing can be sent after it.
 
-        A transfer between devices would block everything that its device does later, so it is aborted: those of all
-        groups at the same time, since an abort may wait until the device has ended the transfers of the others. gloo
+        A transfer between devices would block all later work of its device, so it is aborted. All groups are aborted at
+        the same time, since one abort may wait until the device has ended the transfers of the other groups. gloo
         cannot cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
         self._close_mailboxes()
@@ -260,9 +260,9 @@ class ProcessGroups:
 
 
 def _part_of(store: dist.Store | None, name: str) -> dist.Store:
-    """Return a view of a store (None: that of torch.distributed) whose keys have this prefix."""
+    """Return a view of a store (None: that of torch.distributed) that adds a prefix to all keys."""
     store = store or default_store()
-    # A clone has a connection of its own, where torch can make one: connecting may block in the store for long.
+    # A clone, where torch can make one, has a connection of its own: connecting may block in the store for long.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"avgpipe/{name}", store)
 
@@ -271,8 +271,8 @@ def _part_of(store: dist.Store | None, name: str) -> dist.Store:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, threads: int = 2) -> Any:
-    """Connect over the network interfaces of this process. Collectives run in threads; messages need none."""
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know all of it
+    """Create a gloo group on the network interfaces of this process. Collectives need ``threads``, messages none."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs are incomplete
     options: Any = gloo._Options()
     options._timeout, options._devices, options._threads = timeout, _devices(), threads
     made = gloo(store, rank, size, options)
@@ -281,11 +281,11 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, threads: 
 
 
 def _devices() -> list[Any]:
-    """Return the gloo devices (network interfaces) of torch's group of all processes, if it connects hosts by gloo."""
+    """Return the gloo devices (network interfaces) of torch's default group; a new one if that does not use gloo."""
     try:
         default: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return list(default.options._devices)
-    except (RuntimeError, AttributeError):  # it connects devices only, or in another way
+    except (RuntimeError, AttributeError):  # the default group has no gloo backend
         return [_own_device()]
 
 

@@ -1,4 +1,4 @@
-"""The topology: nodes, devices and processes, which process hosts which stage, and who talks to whom.
+"""The topology: nodes, devices and processes, which process hosts which stage, and which processes communicate.
 
 ::
 
@@ -35,7 +35,7 @@ class DeviceLayout:
         two replicas of K = 2 stages on four devices: groups 0 and 1 train the same models
 
     Ranks go node by node. Within a node, the first processes of all its devices come before the second ones, so that no
-    group has two processes on one device: no connection between devices may have one of them twice.
+    group has two processes on one device: a communicator of devices cannot have a device twice.
 
     Attributes:
         devices: number of devices of each node.
@@ -84,7 +84,7 @@ class DeviceLayout:
 
     @property
     def devices_of_replica(self) -> int:
-        """The number of devices that a group may use, so that there are enough groups for all replicas and models."""
+        """The most devices that a group may use, so that there are enough groups for all replicas and models."""
         return max(1, min(self.num_devices, self.num_devices * self.sharing // (self.replicas * self.models)))
 
     def group_size(self, num_stages: int) -> int:
@@ -125,7 +125,7 @@ class StageMap:
     ::
 
         K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
-        the last stage is always on rank 0, and so are the loss, the loggers and the checkpoints
+        the last stage is always on rank 0, and with it the loss, the loggers and the checkpoints
         in the shape of a V               rank 1: stages 1, 2       rank 0: stages 0, 3
 
         K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
@@ -143,11 +143,11 @@ class StageMap:
         replicas: number of groups that train the same models, each on its share of the data. Such groups are a *team*,
             and other teams train other models. Groups of a team are consecutive: replica r of team t is group
             ``t * replicas + r``.
-        placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
+        placement: how several stages are placed on each process: in a ``"loop"``, or forth and back, as a ``"v"``.
         stage_replicas: for each stage, number of a group's processes that share its micro-batches, in turns; shape
             ``(K,)``. Empty: each process hosts whole stages.
-        order: ranks in a group, those of the last stage first, and those of each stage in the order of turns; rank 0 is
-            the first. Empty: ascending.
+        order: ranks in a group, from the last stage to the first, and for each stage in the order of turns; rank 0
+            comes first. Empty: ascending.
         shares_devices: whether several processes use the same device.
     """
 
@@ -184,7 +184,7 @@ class StageMap:
 
     @property
     def given_stages(self) -> int:
-        """The K that was asked for, which determines the division of batches, also if :meth:`placed` changed it."""
+        """The K that was asked for, even if :meth:`placed` changed it; it determines the division of batches."""
         return self.group_size if self.order else self.num_stages
 
     @property
@@ -233,7 +233,7 @@ class StageMap:
         return tuple(stage for stage in range(self.num_stages) if rank in self.ranks(stage))
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Return the number of the group, and the rank within it, of a rank among all processes."""
+        """Return, for a rank among all processes, the number of its group and its rank within the group."""
         return next((number, ranks.index(rank)) for number, ranks in enumerate(self.layout) if rank in ranks)
 
 
@@ -325,16 +325,16 @@ class Party:
     on_host: bool = True
 
 
-# -- of the stages of a stage map ------------------------------------------------------------------------------------
+# -- parties and routes of a stage map -------------------------------------------------------------------------------
 
 
 def all_parties(stage_map: StageMap) -> Iterator[Party]:
-    """Yield all parties of a run, in the order in which they connect. A process is in one of each kind at most.
+    """Yield all parties of a run, in the order in which they connect. A process is in at most one of each kind.
 
-    ``group`` are the processes of one group, and ``leaders`` the first ones of all. ``groups`` are processes at the
-    same position of groups that train different models, which they average. ``replicas`` are those that train the same
-    models, or those of a stage that has several. Processes that share devices exchange tensors on the host, since a
-    communicator of devices cannot have a device twice.
+    ``group`` are the processes of one group, and ``leaders`` the first processes of all groups. ``groups`` are
+    processes at the same position of groups that train different models, which they average. ``replicas`` are
+    processes at the same position of groups that train the same models, or the replicas of one stage. Processes that
+    share devices exchange tensors on the host, since a communicator of devices cannot have a device twice.
     """
     layout, count = stage_map.layout, stage_map.replicas
     yield Party("world", tuple(range(stage_map.world_size)))

@@ -1,6 +1,6 @@
-"""Transfers: tensors move between hosts in parts, so that a slow link can be told from a silent one.
+"""Transfers: tensors move between hosts in parts, so that a slow link can be distinguished from a dead one.
 
-``Arrivals`` wakes the thread that waits for something, and ``RunningTime`` counts for how long it has waited.
+``Arrivals`` wakes the waiting thread, and ``RunningTime`` measures how long it has waited.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# The timeout of connections. gloo breaks a connection that waits for longer, even if no process needs the transfer yet,
-# or if all processes were stopped. So connections have no limit; a process that needs something has one: see Waits.
+# The timeout of connections: none. gloo breaks a connection that waits for longer than its timeout, even if no process
+# needs the transfer yet, or if all processes were stopped. Limits of waits are in Waits.
 UNLIMITED = timedelta(days=365)
 POLL_S = 0.5  # pause of a waiting thread between two looks at the clock
-_PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
-_PIECE_BYTES = 64 * 1024  # a smaller part is not worth a message of its own
+_PART_BYTES = 1024**2  # largest part; a link of 10 Mbit/s moves one in about a second
+_PIECE_BYTES = 64 * 1024  # smallest part, if a tensor is divided for other reasons
 
 
 def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
-    """Send or receive a tensor in parts, and return when it is done; the arguments are those of its two halves."""
+    """Send or receive a tensor in parts, and wait until it is done; see :func:`begun` and :func:`ended`."""
     ended(begun(begin, tensor), moved)
 
 
 def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
-    """Begin to send or receive a tensor in parts, and return the works of the parts. Both ends use the same parts.
+    """Start to send or receive a tensor in parts, and return the works of the parts. Both ends use the same parts.
 
     Args:
-        begin: begins the transfer of a part and returns its work. Parts arrive in the order in which they are begun.
+        begin: starts the transfer of a part and returns its work. Parts arrive in the order in which they are started.
         tensor: one-dimensional, on the host.
-        pieces: least number of parts, if the tensor is large enough.
+        pieces: minimum number of parts, if the tensor is large enough.
     """
     size = tensor.element_size()
     length = max(1, min(_PART_BYTES // size, max(_PIECE_BYTES // size, -(-tensor.numel() // pieces))))
@@ -54,23 +54,23 @@ def ended(works: Sequence[Any], moved: Callable[[], None]) -> None:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Return whether an error says that a connection to another process, or to the store, broke.
+    """Return whether an error means that a connection to another process, or to the store, broke.
 
-    gloo raises plain RuntimeErrors, as does much else (such as a lack of memory); its messages name a source file of
-    gloo.
+    gloo raises plain RuntimeErrors, as many other failures do (such as a lack of memory), but its messages name a
+    source file of gloo.
     """
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 class Arrivals:
-    """A notification of everything that arrives in a process: any thread may notify, and one waits.
+    """A notification of everything that arrives in a process: any thread may notify, and one thread waits.
 
-    The waiting thread sleeps on sockets: one that other threads of this process write to, and those of
-    :class:`Mailbox`, which other processes write to. What is written stays there until it is read, so nothing that
-    arrives between a look and a wait is missed.
+    The waiting thread sleeps on sockets: one to which other threads of this process write, and those of
+    :class:`Mailbox`, to which other processes write. What is written stays there until it is read, so nothing that
+    arrives between a check and a wait is missed.
 
     Attributes:
-        failure: error of the first channel that cannot go on; None if there is none.
+        failure: error of the first channel that failed; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -90,18 +90,18 @@ class Arrivals:
         self._selector.register(door, selectors.EVENT_READ)
 
     def ignore(self, door: socket.socket) -> None:
-        """Listen to a socket no longer."""
+        """Stop listening to a socket."""
         self._selector.unregister(door)
         self._looks.pop(door)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until something arrives, or as long as ``limit_s`` seconds."""
+        """Wait until something arrives, but at most ``limit_s`` seconds."""
         for key, _ in self._selector.select(limit_s):
             if (look := self._looks.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 look()
 
     def wait_for(self, ready: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until ``ready()``, or as long as ``limit_s`` seconds; return whether it is."""
+        """Wait until ``ready()``, but at most ``limit_s`` seconds; return whether it is."""
         deadline = time.monotonic() + limit_s
         while not ready():
             if (left_s := deadline - time.monotonic()) <= 0:
@@ -119,11 +119,11 @@ class Arrivals:
 
     def notify(self) -> None:
         """Wake the waiting thread because something arrived."""
-        with contextlib.suppress(BlockingIOError):  # it will wake anyway
+        with contextlib.suppress(BlockingIOError):  # the socket is full, so the thread will wake anyway
             self._bell.send(b"\0")
 
     def fail(self, error: BaseException) -> None:
-        """Note the error of a channel that cannot go on, and wake the waiting thread."""
+        """Note the error of a channel that failed, and wake the waiting thread."""
         self.failure = self.failure or error
         self.notify()
 
@@ -134,13 +134,13 @@ def _empty(ear: socket.socket) -> None:
 
 
 def close_all(owner: int, *ends: Any) -> None:
-    """Close sockets and the like in the process that made them; a forked one may have given their numbers to others."""
+    """Close files and sockets in the process that made them; in a forked one their numbers may belong to others."""
     for end in ends if os.getpid() == owner else ():
         end.close()
 
 
 class RunningTime:
-    """A count of seconds since it was made or reset, without those in which this process was stopped.
+    """A count of seconds since it was created or reset, without those in which this process was stopped.
 
     A waiting thread reads it at least every second, so a longer pause between two reads counts as one second.
     """
@@ -149,11 +149,11 @@ class RunningTime:
         self.reset()
 
     def reset(self, seconds: float = 0.0) -> None:
-        """Start to count anew, from ``seconds``."""
+        """Restart the count at ``seconds``."""
         self._seconds, self._looked = seconds, time.monotonic()
 
     def seconds(self) -> float:
-        """Return the seconds counted by now."""
+        """Return the seconds counted so far."""
         now = time.monotonic()
         self._seconds, self._looked = self._seconds + min(now - self._looked, 2 * POLL_S), now
         return self._seconds

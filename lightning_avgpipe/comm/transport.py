@@ -1,4 +1,4 @@
-"""The transport: the channels between stages, of a process to others and between its own stages."""
+"""The transport: the channels of a process's stages to those of other processes, and to each other."""
 
 from __future__ import annotations
 
@@ -114,19 +114,19 @@ class Transport:
         )
 
     def _from(self, edge: Edge, trains: bool) -> Inbox:
-        """Return the inbox of a stage, which receives from each replica of the other stage in its turn."""
+        """Return the inbox of an edge's target stage; it receives from the replicas of the source stage in turns."""
         sources, turns = self._turns(edge.target, edge.source, trains)
         inboxes = [self.inbox(Route(edge, sources[turn], self._rank)) for turn in turns]
         return inboxes[0] if len(inboxes) == 1 else TurnsInbox(inboxes)
 
     def _to(self, edge: Edge, trains: bool) -> Outbox:
-        """Return the outbox of a stage, which sends to each replica of the other stage in its turn."""
+        """Return the outbox of an edge's source stage; it sends to the replicas of the target stage in turns."""
         targets, turns = self._turns(edge.source, edge.target, trains)
         outboxes = {turn: self.outbox(Route(edge, self._rank, targets[turn])) for turn in sorted(turns)}
         return outboxes[0] if len(targets) == 1 else TurnsOutbox(outboxes, len(targets))
 
     def _turns(self, stage: int, other: int, trains: bool) -> tuple[list[int], list[int]]:
-        """Return the processes of another stage, and in which order a stage of this process meets them, by number."""
+        """Return the processes of another stage, and the order (indices) in which this process exchanges with them."""
         ranks = self._stage_map.layout[self._group]
         others = [ranks[rank] for rank in self._stage_map.ranks(other, trains)]
         first, step = self._stage_map.share(stage, ranks.index(self._rank), trains)
@@ -151,7 +151,7 @@ class Transport:
                     self._network.connect(route)
 
     def _routes(self, pipeline: int, group: int) -> Iterator[Route]:
-        """Yield the routes of all edges of a pipeline; two hops between the same processes are two routes as well."""
+        """Yield the routes of all edges of a pipeline; two hops between the same two processes have separate routes."""
         ranks = self._stage_map.layout[group]
         for hop in range(self._stage_map.num_stages - 1):
             for edge in (Edge(pipeline, hop, "forward"), Edge(pipeline, hop, "backward")):

@@ -16,7 +16,7 @@ from lightning_avgpipe.utils.device import port_of
 
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
-_IDLE_S = 0.5  # for which a thread waits for the next function
+_IDLE_S = 0.5  # time after which an idle thread ends
 _Task = tuple[Callable[[], None], Callable[[], None]]  # a function, and what is called when it has ended
 
 
@@ -25,11 +25,11 @@ class Waits:
 
     Args:
         arrivals: wakes a wait.
-        watch: knows whether another process has failed; told what this process waits for.
+        watch: knows whether another process has failed; is told what this process waits for.
         timeout_s: longest wait in which no connection of any process moves bytes, in seconds. Time in which this
-            process itself does not run, because it is stopped, does not count.
+            process is stopped does not count.
         device: device on which this process computes.
-        silent_s: a wait that takes longer, in seconds, is logged with its reason; the limit doubles with each such log.
+        silent_s: a wait that takes more seconds is logged with its reason; this limit doubles with each such log.
 
     Attributes:
         arrivals: as given.
@@ -53,8 +53,8 @@ class Waits:
             doing: what this process does, for messages, such as ``waits for the input of F0``; or a function that
                 returns it.
         Raises:
-            PeerError: nothing arrived in time, a connection broke, or another process has failed. If a channel cannot
-                go on for another reason, its error is raised as it is.
+            PeerError: nothing arrived in time, a connection broke, or another process has failed. If a channel failed
+                for another reason, its error is raised as it is.
         """
         if ready():
             return
@@ -94,19 +94,19 @@ class Waits:
                 time_waited.reset(waited_s)
 
     def run(self, function: Callable[[], object], doing: str) -> None:
-        """Run a function that waits for other processes, and check meanwhile whether one of them has failed.
+        """Run a function that waits for other processes, and end the wait if one of them fails.
 
         Args:
             function: function to run.
             doing: what this process does, for messages.
 
         Raises:
-            PeerError: as of :meth:`until`, or a connection broke. Any other error of the function is raised as it is.
+            PeerError: as in :meth:`until`, or a connection broke. Any other error of the function is raised as it is.
         """
         self.begin(function, doing).finish()
 
     def begin(self, function: Callable[[], object], doing: str) -> Running:
-        """Begin to run a function that waits for other processes, beside what this thread does; see :meth:`run`.
+        """Start a function that waits for other processes, in the background; see :meth:`run`.
 
         The function runs in a thread, because a collective of gloo can neither be polled nor cancelled. On an
         accelerator it runs on the caller's stream, and is over once its work is queued there.
@@ -137,10 +137,10 @@ class Waits:
 
 
 class _Workers:
-    """Threads that run functions, each one at a time.
+    """Threads that run functions, one at a time each.
 
-    One that has nothing to do waits for the next function for a while, since torch keeps some memory for each thread
-    that has run a collective.
+    An idle thread waits a while for the next function, since torch keeps some memory for each thread that has run a
+    collective.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class _Workers:
         self._thread: threading.Thread | None = None  # the last one that has begun
 
     def run(self, function: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Run a function in an idle thread, or in a new one, and call ``ended`` when that is idle again."""
+        """Run a function in an idle thread, or in a new one, and call ``ended`` when the thread is idle again."""
         with self._lock:
             tasks = self._idle.pop() if self._idle else None
         if tasks is None:
@@ -159,7 +159,7 @@ class _Workers:
         tasks.put((function, ended))
 
     def join(self, seconds: float) -> None:
-        """End idle threads, and wait up to some seconds for the thread that has begun last."""
+        """End idle threads, and wait up to ``seconds`` for the thread that was started last."""
         with self._lock:
             idle, self._idle = self._idle, []
         for tasks in idle:
@@ -186,7 +186,7 @@ class _Workers:
                 with self._lock:
                     self._idle.append(tasks)
                 ended()
-            del task, function, ended  # and what they refer to
+            del task, function, ended  # an idle thread must keep nothing alive
 
 
 class Running:

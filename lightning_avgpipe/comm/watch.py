@@ -1,7 +1,7 @@
-"""The watch: what each process does, which of them failed and why, and what they were asked to do.
+"""The watch: what each process is doing, which of them failed and why, and what they were asked to do.
 
-Processes tell each other so through the store that they share, and not through their channels. Only this module
-touches that store. A process has two threads in addition to the main one::
+Processes exchange this through the store that they share, not through their channels. Only this module uses that
+store. A process has two threads in addition to the main one::
 
     main            computes and waits, and may be stuck           check, during, report, account
     avgpipe board   exchanges with the store in rounds, and blocks as long as the store does not answer
@@ -30,17 +30,17 @@ from lightning_avgpipe.comm.transfer import Arrivals, RunningTime, is_broken_con
 from lightning_avgpipe.errors import ConfigurationError, PeerError, described
 from lightning_avgpipe.utils.source import lines_of_thread, traceback_of_user_code
 
-STOP, REQUEUE = "stop", "requeue"  # requests from outside: to end, and to save a checkpoint for a later start
+STOP, REQUEUE = "stop", "requeue"  # external requests: to end, and to save a checkpoint for a later start
 
 _POLL_S = 0.2  # pause between two rounds, and between two looks of the thread that never blocks
 _ASKING_POLL_S = 0.05  # pause between rounds while answers are awaited
-_AGREEING_POLL_S = 0.005  # pause while other processes are awaited who are to ask for the same
+_AGREEING_POLL_S = 0.005  # pause between checks whether all processes have asked for the same operation
 _ACKNOWLEDGE_S = 3.0  # how long a failing process stays, so that the others can read why
-_ANSWER_S = 1.5  # longest wait for what the others say that they do
+_ANSWER_S = 1.5  # longest wait for the other processes to say what they are doing
 _STORE_S = 3.0  # a store that takes longer counts as silent
 _LOCAL_S = 2.0  # longest wait of one thread of this process for another
 LISTEN_S = 5.0, 30.0  # shortest and longest time that the main thread gets to react to a failure
-_LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
+_LAPSE_S = 5.0  # if no thread of a process runs for longer, the process was stopped and is not just slow
 _LONGEST = 64 * 1024  # most characters of a text in the store
 _LINES = 3  # lines of user code that say where the main thread is
 
@@ -50,7 +50,7 @@ class Account:
     """A summary of what all processes are doing, from their answers.
 
     Attributes:
-        text: text to append to the first sentence of an error message; or empty.
+        text: text to append to the first sentence of an error message; may be empty.
         idle_s: seconds since the connections of any process last moved bytes.
     """
 
@@ -63,10 +63,10 @@ class Watch:
 
     Args:
         rank: rank of this process.
-        names: names of all processes, by rank, for messages; a later change of the list counts.
+        names: names of all processes, by rank, for messages; the list may be changed in place later.
         store: store that all processes share, used for one run; None if there is only one process.
-        timeout_s: time, in seconds, in which the main thread must react to a failure, but at least 5 s and at most
-            30 s; and in which the process must end after that, but at least as long.
+        timeout_s: seconds that the main thread has to react to a failure (at least 5 and at most 30), and the process
+            to end after that (at least as long).
         arrivals: woken when a process has failed; knows when the connections of this process last moved bytes.
         gathers: whether this process forwards requests to the others, and so must read those that others posted.
         keeper: name of the process that keeps the store.
@@ -98,7 +98,7 @@ class Watch:
         self._read_by_all = False  # whether all processes have read the failure, so none needs the store
         self._account: Account | None = None  # None until the answers have come or are overdue
         self._asks = False  # whether the next round asks all processes what they do
-        self._asked: tuple[int, float] | None = None  # number of the question, and until when answers are awaited
+        self._asked: tuple[int, float] | None = None  # number of the open question, and deadline for the answers
         self._answered = 0  # number of the last question that this process has answered
         self._rounds, self._began = 0, math.inf  # start of the current round; infinite between rounds
         self._goes_on = store is not None
@@ -106,7 +106,7 @@ class Watch:
         self._board = threading.Thread(target=self._talk, name="avgpipe board", daemon=True)
         self._limit_s = sorted((timeout_s, *LISTEN_S))[1]  # time to react to a failure and, once it has, to end
         self._end_s = max(timeout_s, self._limit_s)
-        self._since = math.inf  # from when on that time counts
+        self._since = math.inf  # time from which that limit counts
         self._reacts = False  # whether the main thread has reacted
         self._ran, self._lapse_s = time.monotonic(), 0.0
         self._deaths = deaths
@@ -135,7 +135,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:
-        """Say in messages that the main thread does this. An error leaves the text, so that messages can quote it."""
+        """Describe in messages what the main thread is doing. After an error the text stays, so messages can use it."""
         before, self.doing = self.doing, text
         yield
         self.doing = before
@@ -145,7 +145,7 @@ class Watch:
         return f", which {self.doing}" if self.doing else ""
 
     def _described(self) -> str:
-        """Return what the main thread does, and the innermost lines of user code that it is in."""
+        """Return what the main thread is doing, and the innermost lines of user code in which it is."""
         return f"{self.doing or 'is not in a step'} (at {lines_of_thread(self._main, _LINES)})"
 
     # -- failures ----------------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ class Watch:
             raise PeerError(f"{cause}\n\nNoticed by {self.name}{self._clause()}{self._lapse()}")
 
     def look(self) -> None:
-        """Raise PeerError if a process has failed by now, after a new round.
+        """Wait for a new round with the store, and raise PeerError if a process has failed.
 
-        A process reports its failure before its connections break, so the reason is known when a connection has broken.
+        A process reports its failure before its connections break, so the cause is known when a connection has broken.
         """
         rounds = self._rounds + 2  # the current round may have looked already
         self._until(lambda: self._rounds >= rounds or self._fails())
@@ -167,7 +167,7 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Tell the other processes why this one ends, unless a failure is known already.
 
-        By this the main thread shows that it reacts: callbacks that follow may take as long as other waits.
+        This also shows that the main thread has reacted. Callbacks that run next may take as long as other waits.
         """
         if not self._reacts:
             self._reacts, self._limit_s = True, self._end_s
@@ -184,10 +184,10 @@ class Watch:
         self._until(lambda: self._read_by_all, _ACKNOWLEDGE_S)
 
     def account(self) -> Account:
-        """Return what every process is doing, for an error of this process, which waits for others.
+        """Return what every process is doing, for an error of this process while it waits for others.
 
         Raises:
-            PeerError: another process has failed meanwhile; its error gives the reason.
+            PeerError: another process has failed; this error has the cause.
         """
         if self._store is None:
             return Account()
@@ -203,22 +203,22 @@ class Watch:
 
     @property
     def requests(self) -> frozenset[str]:
-        """The requests from outside that came to this process and, if this process gathers, to any other."""
+        """The external requests to this process and, if this process gathers, to any other."""
         return frozenset(self._known)
 
     def request(self, request: str) -> None:
-        """Note a request from outside to this process. Nothing here waits, so a signal handler may call it."""
+        """Note an external request to this process. This does not wait, so a signal handler may call it."""
         self._known.add(request)
 
     def confirm(self, asked: str, where: str, timeout_s: float) -> None:
         """Wait until all processes ask for the same operation, before any of them starts it.
 
-        They compare it through the store and not by a collective: a process whose peers ask for nothing must not
-        disturb the collectives that they run.
+        They compare it through the store and not by a collective, so that a process that asks alone does not disturb
+        the collectives that its peers run.
 
         Args:
             asked: name of the operation, which is compared and quoted in messages.
-            where: for messages: where to call the operation so that all processes do.
+            where: for messages: a place to call the operation from that all processes reach.
             timeout_s: longest wait, in seconds.
         Raises:
             ConfigurationError: some processes do not ask within the timeout, or ask for something else.
@@ -274,7 +274,7 @@ class Watch:
         if self._cause is None and self._to_report:  # the first failure is the cause of the others
             store.compare_set("failure", "", _sendable(self._to_report))
         if self._cause is None and store.check(["failure"]):
-            store.add("read", 1)  # how many have read it: each process does so once
+            store.add("read", 1)  # counts the processes that have read it
             self._learn(_received(store.get("failure")))
         if self._cause is not None and store.add("read", 0) >= len(self.names):
             self._read_by_all = True
@@ -287,7 +287,7 @@ class Watch:
         self._inquire(store)
 
     def _inquire(self, store: Any) -> None:
-        """Ask what all processes do if :meth:`account` wants to know, answer others, and collect their answers."""
+        """Ask what all processes are doing if :meth:`account` needs it, answer questions, and collect answers."""
         if self._asks and self._asked is None:
             self._asked = store.add("questions", 1), time.monotonic() + _ANSWER_S
         if (asked := store.add("questions", 0)) > self._answered:
@@ -309,7 +309,7 @@ class Watch:
             self._asked, self._asks = None, False
 
     def _learn(self, cause: str) -> None:
-        """Note the first failure, from which on this process has a limited time to end, and wake its main thread."""
+        """Note the first failure, and wake the main thread. From now on this process has a limited time to end."""
         if self._cause is None:
             self._cause, self._since = cause, time.monotonic()
             self._arrivals.notify()
@@ -348,7 +348,7 @@ class Watch:
         while not self._closed.wait(_POLL_S):
             now = time.monotonic()
             self._lapse_s, self._ran = max(self._lapse_s, now - self._ran - _POLL_S), now
-            self._wake()  # whoever waits for the store looks whether it still answers
+            self._wake()  # a thread that waits for the store checks whether it still answers
             for dead, how in self._deaths().items():  # may name processes of an earlier, larger trainer
                 if dead < len(self.names):
                     self._to_report = self._to_report or f"{self.names[dead]} {how}"
@@ -366,7 +366,7 @@ class Watch:
         )
 
     def _end_process(self) -> None:
-        """End the process: the main thread has not come to its end in time, and cannot be interrupted."""
+        """Kill this process: its main thread has not ended in time, and cannot be interrupted."""
         try:
             sys.stderr.write(
                 f"\n{self.name}: the run failed {self._limit_s:.0f} s ago, and this process has not ended since, so "
@@ -379,7 +379,7 @@ class Watch:
 
 
 def _sendable(text: str) -> str:
-    """Shorten a text to a size that fits the store, and escape characters that cannot be encoded."""
+    """Shorten a text to the largest size for the store, and escape characters that cannot be encoded."""
     if len(text) > _LONGEST:
         half = _LONGEST // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
@@ -391,7 +391,7 @@ def _received(data: bytes) -> str:
 
 
 def _answered(told: str) -> tuple[str, float]:
-    """Return what a process does, and for how many seconds its connections have moved no bytes."""
+    """Parse an answer: what a process is doing, and for how many seconds its connections have moved no bytes."""
     try:
         idle_s, doing = told.split(" ", 1)
         return doing, float(idle_s)
