@@ -1,4 +1,4 @@
-"""The deployment of a module on processes: from its first batch until every process holds all of it again."""
+"""The deployment of a module on processes: from the first batch until every process holds the whole module again."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ class Deployment:
     """A module on the processes of a cluster: it plans the stages, and moves parameters and optimizer states.
 
     Args:
-        module: module to divide; whole on every process, or with parameters on meta that no process ever has all of.
+        module: module to divide; whole on every process, or with parameters on meta, so that no process has all of it.
         cluster: cluster with open channels.
         planner: planner for the module.
         optimizers: returns the current optimizers of the module.
-        origin: source of contents that no process has; None if the module is whole.
+        origin: source of weights that no process has; None if the module is whole.
         averaging: options of the averaging of parallel models.
         observers: modules that only read values (metrics).
-        weights: versions of the weights in training; None: there is one version.
-        shards: whether replicas divide the states of optimizers among them.
+        weights: versions of the weights in training; None if there is only one.
+        shards: whether replicas divide the states of optimizers among themselves.
         execution: options of the execution of units.
 
     Attributes:
         weights: as given.
         pipeline: pipeline of the prepared step functions; with parallel models, pipeline 0, which also evaluates.
         plan: current plan; None before the first step.
-        is_final: whether the plan is the one that training uses; one of a sanity check is provisional.
+        is_final: whether the plan is the one that training uses; the plan of a sanity check is provisional.
         parallel: pipelines of the models that train.
-        undivided: steps of evaluation that the stages of the plan cannot run -> why. Rank 0 runs them whole.
-        replans: whether a new plan is to be made with the next step of training that begins with cleared gradients.
+        undivided: evaluation steps that the stages of the plan cannot run -> the reason. Rank 0 runs them whole.
+        replans: whether the next training step that begins with cleared gradients is to make a new plan.
         holdings: parameters, buffers and states of each process.
     """
 
@@ -95,17 +95,17 @@ class Deployment:
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers)
         self.is_final = False
         self.replans = False
-        self._given = self._planned = cluster.stage_map  # before any plan, and of the current plan
+        self._given = self._planned = cluster.stage_map  # stage map before any plan, and that of the current plan
         self._placement = cluster.stage_map.placement  # of several stages on each process, for the next plan
-        self._awaits_plan = False  # whether a new plan is to be made with the step that begins
+        self._awaits_plan = False  # whether the training step that begins is to make a new plan
 
     def prepare(self, examples: Examples, decides: bool, schedule: Schedule, num_pipelines: int = 1) -> bool:
-        """Make a step function runnable, unless it is. Every process calls it.
+        """Make a step function runnable, unless it is already. Every process calls it.
 
         Args:
             examples: example arguments of the step. If the step skips all of them, nothing changes.
-            decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
-                comes before it (a sanity check) runs on a provisional plan, for which no process gives up weights.
+            decides: whether the plan is made for this step. In training, it is made for ``training_step``; a validation
+                before that (a sanity check) runs on a provisional plan, for which no process gives up weights.
             schedule: schedule of the step.
             num_pipelines: number of pipelines that will train.
 
@@ -113,7 +113,7 @@ class Deployment:
             Whether a new final plan was made.
 
         Raises:
-            MicroBatchError: the step fails on an example, and batches may stay whole. Nothing has changed.
+            MicroBatchError: the step fails on an example, and may be tried again with whole batches. Nothing changed.
         """
         if self._awaits_plan and examples.name == "training_step":
             self._awaits_plan = False
@@ -137,9 +137,9 @@ class Deployment:
         return False
 
     def sketches(self, examples: Examples, schedules: Sequence[Schedule], num_pipelines: int) -> list[Plan]:
-        """Return the plans that a step would have with these schedules and any memory. Every process calls it.
+        """Return the plans that a step would have with these schedules and unlimited memory. Every process calls it.
 
-        They are not carried out, and no plan has been. A schedule for which the step skips all examples has none.
+        It is called before the first plan, and carries none out. If the step skips all examples there is no plan.
         """
         maker, planner, found = self._maker, self._maker.planner, list[Plan]()
         for schedule in schedules:
@@ -159,8 +159,8 @@ class Deployment:
             batches: batches of the step.
 
         Returns:
-            Whether a new plan will be made: one was asked for, and every process has all tensors of the batches, so
-            that it can host any stage.
+            Whether a new plan will be made: one was asked for, and every process has all tensors of the batches, which
+            it needs to host any stage.
         """
         if not self.replans:
             return False
@@ -174,7 +174,7 @@ class Deployment:
         return self._awaits_plan
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
-        """Make a plan and carry it out; return whether there is one."""
+        """Make a plan and carry it out; return whether one could be made."""
         if final:
             plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self.is_final)
         else:
@@ -210,11 +210,11 @@ class Deployment:
         return True
 
     def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
-        """Make other steps runnable, cut like the step that the plan was made for."""
+        """Make other steps runnable, with the cuts of the step for which the plan was made."""
         for graph in graphs:
             try:
                 self._load_like(plan, graph)
-            except PartitionError as error:  # it may need finer units
+            except PartitionError as error:  # capturing it again may open units further
                 _log.debug("%s is captured anew when it runs: %s", graph.step, error)
 
     def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
@@ -224,18 +224,18 @@ class Deployment:
         self.pipeline.load(graph, cuts, relays=relays, wires=plan.wires)
 
     def run_whole(self, run: Callable[[], Any], what: str) -> Any:
-        """Run a function on rank 0 of each group, which has all weights meanwhile.
+        """Run a function on rank 0 of each group, which has all weights while it runs.
 
-        Weights of a module that began on meta come one by one, as they are used. Every process calls it; rank 0 gets
-        the function's result, and the others None.
+        Weights of a module that began on meta are fetched one by one, as they are used. Every process calls it; rank 0
+        gets the function's result, and the others None.
 
         Args:
-            run: runs on rank 0 only.
-            what: what rank 0 does meanwhile, for messages.
+            run: function, which runs on rank 0 only.
+            what: what rank 0 is doing, for messages.
         """
 
         def on_device() -> Any:
-            if self.plan is None:  # no process has moved anything yet
+            if self.plan is None:  # the module has not been moved to the device yet
                 self._module.to(self._cluster.device)
             return run()
 
@@ -243,7 +243,7 @@ class Deployment:
             return self.holdings.gather.run_on_rank_zero(on_device, what)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
-        """Divide the module by a plan that only says which stage owns what. Every process calls it.
+        """Divide the module by a plan that only assigns parameters and buffers to stages. Every process calls it.
 
         Returns:
             The rank of the owner of each parameter and buffer that a stage owns, by full name.
@@ -263,7 +263,7 @@ class Deployment:
     def shared(self) -> Iterator[torch.device]:
         """Give every process all weights of all models within this context, on the host. Every process calls it.
 
-        A module that began on meta is too large for that: it stays as it is.
+        A module that began on meta is too large for that, so it stays divided.
 
         Returns:
             A context that yields the device of the weights.
@@ -276,7 +276,7 @@ class Deployment:
             yield device
 
     def share(self) -> None:
-        """Bring what the steps so far have registered and changed to every process. Every process calls it."""
+        """Copy what steps have registered and changed so far to every process. Every process calls it."""
         self.holdings.share({name for step in self.pipeline.steps.values() for name in step.graph.changed})
 
     def restore(self) -> None:
@@ -291,10 +291,10 @@ class Deployment:
             self.holdings.restore()
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
-        """Make a new plan with the next step of training that begins with cleared gradients. Every process calls it.
+        """Request a new plan for the next training step that begins with cleared gradients. Every process calls it.
 
-        Weights, optimizer states and parallel models move as the plan requires. This takes a step or two more, until
-        the batches arrive that every process has all of: batches in flight hold only what the current plan needs.
+        Weights, optimizer states and parallel models move as the plan requires. The plan may come a step or two later,
+        since batches in flight hold only what the current plan needs, and a new plan needs whole batches everywhere.
 
         Args:
             placement: placement of several stages on each process; None leaves it as it is.
@@ -302,8 +302,8 @@ class Deployment:
         """
         if self.holdings.shards is not None:
             raise ConfigurationError(
-                "shard='optimizer' keeps optimizer states where they are, so stages stay as they are while "
-                "training runs; use False, or leave the stages"
+                "with shard='optimizer' the stages cannot change while training runs, because optimizer states do not "
+                "move between processes; leave shard out, or do not change the stages"
             )
         self._maker.change(**changes)
         self._placement = placement or self._placement
@@ -316,11 +316,11 @@ class Deployment:
         return self._maker.planner
 
     def plan_by(self, source: PlanSource) -> None:
-        """Let later plans come from another source. Every process calls it."""
+        """Take later plans from another source. Every process calls it."""
         self._maker.change(source=source)
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """Return the state dict of the module, for parallel models that of the reference. Every process calls it.
+        """Return the state dict of the module; of parallel models, that of the reference. Every process calls it.
 
         Args:
             whole: whether rank 0 returns the weights of all stages; otherwise every process returns its own.
@@ -330,9 +330,9 @@ class Deployment:
 
 
 def _why_undivided(plan: Plan) -> str | None:
-    """Return why the stages of a plan may not suit other batches of an evaluation; None if they do.
+    """Return why the stages of a plan may not suit other batches of an evaluation; None if they suit all.
 
-    A loop that decodes token by token calls all units on each stage, and how often depends on what it decodes.
+    A loop that decodes token by token calls all units again and again, and how often depends on what it decodes.
     """
     graph = plan.graph
     if not plan.copied or all(graph.deciding[cut] is None for cut in plan.cuts):
@@ -344,20 +344,21 @@ def _why_undivided(plan: Plan) -> str | None:
     )
 
 
-# -- values that steps keep for the next batch, besides weights and buffers, and that do not move ----------------------
+# -- attributes that steps keep for the next batch: unlike weights and buffers, they do not move -----------------------
 
 
 def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
-    """Check that a step reads the same attributes after a relocation as without one.
+    """Check that a relocation does not change the values of attributes that a step reads.
 
-    The last stage, which never moves, has the right values of attributes that code between units assigns; a process has
-    those that its own units assign. With several models each has its own values, which only its stages have.
+    The last stage never moves, and it has the right values of attributes that code between units assigns. Attributes
+    that units assign have the right values only on the processes of these units. With several models, each has its own
+    values, which only its stages have.
 
     Args:
-        before: plan that training has run with.
+        before: plan with which training has run so far.
         after: next plan, of the same step.
-        old: stage map of the plan before.
-        new: stage map of the next plan.
+        old: stage map of ``before``.
+        new: stage map of ``after``.
         models: number of models, N.
 
     Raises:
@@ -384,7 +385,7 @@ def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: in
 
 
 def hosts_of(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
-    """Return the ranks that host a module: those of its unit, or of all units in it. An empty path is all units."""
+    """Return the ranks that host a module: those of the unit it is in, or of all units in it. "" means all units."""
     stages_of = plan.stages_of
     above = nearest(path, stages_of)
     names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]

@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas, which begin while the last backward still computes.
+"""Sums of gradients over replicas, which start while the last backward still runs.
 
 ::
 
@@ -6,10 +6,10 @@
     sums of buckets                            3  --------- 2,1 ----------- 0 ------
 
 In the first step all gradients are summed after the backward. Parameters that had dense gradients are then divided into
-buckets, the last parameters first, as backwards reach them. In later steps the sum of a bucket begins once it has all
-its gradients, in the order of buckets, which is the same in all replicas. Where a later step differs from the first
-one, gradients are summed after the backward. No result depends on which sums have begun early, except for the order in
-which three or more replicas add.
+buckets, the last parameters first, since backwards reach them first. In later steps the sum of a bucket starts once all
+its gradients are there, in the order of buckets, which is the same in all replicas. Gradients for which a later step
+differs from the first are summed after the backward. No result depends on which sums start early, except for the order
+in which three or more replicas add.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.torch_compat import version_of
 
 BUCKET_BYTES = 4 * 1024**2
-"""The least bytes of gradients that are all-reduced as one message during a backward, except the last message."""
+"""The size, in bytes of gradients, from which a message during a backward takes no further gradient."""
 
 _DENSE, _SPARSE, _LATE = 0, 1, 2
 
@@ -38,7 +38,7 @@ Named = Mapping[str, nn.Parameter]
 
 @dataclass
 class _Sent:
-    """The gradient of a parameter, as it was when its sum began."""
+    """The gradient of a parameter at the time when its sum started."""
 
     gradient: Tensor
     version: int
@@ -77,7 +77,7 @@ class GradientSums(Observer):
 
     Args:
         replicas: group of the replicas.
-        bucket_bytes: size from which a bucket takes no further parameter.
+        bucket_bytes: size, in bytes, from which a bucket takes no further parameter.
 
     Attributes:
         replicas: as given.
@@ -86,7 +86,7 @@ class GradientSums(Observer):
     def __init__(self, replicas: TensorCollectives, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.replicas = replicas
         self._bucket_bytes = bucket_bytes
-        self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
+        self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent; not sent early
         self._bucket_names: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
         self._names: Sequence[str] = ()  # of all parameters when the buckets were made
         self._buckets: Sequence[_Bucket] = ()
@@ -94,11 +94,11 @@ class GradientSums(Observer):
         self._last: Mapping[int, Action] = {}
 
     def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
-        """Prepare for an iteration that ends in a step. All replicas call it.
+        """Prepare for an iteration that ends with an optimizer step. All replicas call it.
 
         Args:
-            named: parameters to sum, by name; the same names, in the same order, in all replicas. If they differ from
-                those of the last step, all are summed after the backward.
+            named: parameters whose gradients are summed, by name; the same names, in the same order, in all replicas.
+                If they differ from those of the last step, all gradients are summed after the backward.
             rows: actions of each stage on this process.
         """
         known = self._bucket_names if tuple(named) == self._names else ()
@@ -110,7 +110,7 @@ class GradientSums(Observer):
                 self._last[stage] = ends[-1]
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Perform an action; in the last backward of a stage, begin the sums of buckets that become complete."""
+        """Perform an action; during the last backward of a stage, start the sums of buckets that become complete."""
         if self._last.get(work.stage) != work.action or not self._buckets:
             return do()
         with contextlib.ExitStack() as listening:
@@ -139,18 +139,18 @@ class GradientSums(Observer):
             bucket.begin(self.replicas)
 
     def agree(self, processes: Collectives) -> None:
-        """Begin the remaining sums at the end of an iteration, before any other collective of the replicas."""
+        """Start the remaining sums at the end of an iteration, before any other collective of the replicas."""
         self._begin_complete(every=True)
 
     @torch.no_grad()
     def finish(self, named: Named, votes: Tensor) -> Tensor:
-        """Give all replicas the sums of their gradients. All of them call it.
+        """Replace the gradients of all replicas by their sums. All replicas call it.
 
-        A missing gradient counts as zero if another replica has one; a parameter without any gradient keeps none.
+        A missing gradient counts as zero if another replica has one. A parameter without a gradient anywhere gets none.
 
         Args:
-            named: parameters as of :meth:`watch`; if that was not called, no sum has begun yet.
-            votes: int32 tensor of any shape that is summed in the same message.
+            named: parameters as for :meth:`watch`; if that was not called, no sum has been started early.
+            votes: int32 tensor of any shape, which is summed in the same message.
 
         Returns:
             The sum of votes.
@@ -184,7 +184,7 @@ class GradientSums(Observer):
 
 
 def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Tensor:
-    """Return whether each gradient is dense, is sparse, or is in no sum that has begun, as 0 or 1; shape ``(3, P)``."""
+    """Return whether each gradient is dense, is sparse, or must still be summed, as 0 or 1; shape ``(3, P)``."""
     kinds = torch.zeros(3, len(parameters), dtype=torch.int32, device="cpu")
     for i, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -195,19 +195,19 @@ def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Te
 
 
 def _dense_gradient(parameter: nn.Parameter, sent: _Sent | None, is_late: bool) -> Tensor:
-    """Return the dense gradient that a sum ends in, or the one that is still to be summed: zeros if there is none.
+    """Return the tensor that holds the sum of a gradient: that of its early sum, or else one that is summed now.
 
     Args:
         parameter: parameter that has a dense gradient in some replica.
-        sent: its gradient in a sum that has begun; None: it is in none.
-        is_late: whether it is summed now, in some replica because it has changed since.
+        sent: its gradient in a sum that was started early; None if there is none.
+        is_late: whether it is summed now, because it was not sent early or has changed since, in some replica.
     """
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter) if is_late or sent is None else sent.gradient
     if gradient.is_sparse:
         return gradient.to_dense()
-    return gradient.clone() if is_late and sent is not None else gradient  # the early sum overwrites its tensor
+    return gradient.clone() if is_late and sent is not None else gradient  # the early sum still writes its own tensor
 
 
 def _in_buckets(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
@@ -217,7 +217,7 @@ def _in_buckets(named: Named, names: Sequence[str], bucket_bytes: int) -> list[l
 
 
 def _sum_sparse(parameter: nn.Parameter, replicas: TensorCollectives) -> None:
-    """Sum a sparse gradient: the replicas exchange rows with their numbers."""
+    """Sum a sparse gradient: the replicas exchange its rows and their indices."""
     gradient = parameter.grad
     mine: tuple[Tensor, Tensor] | None = None
     if gradient is not None:

@@ -1,4 +1,4 @@
-"""The traffic between groups of processes, as the plan states it: bytes, and how long a step waits for them."""
+"""The traffic between groups of processes, for the plan's report: bytes, and how long a step waits for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_avgpipe.utils.device import port_of
 
 
 def traffic_lines(plan: Plan, module: nn.Module, cluster: Cluster, averaging: Averaging) -> list[str]:
-    """Return lines on what each stage exchanges with other groups; none with one group. Every process calls it.
+    """Return lines that say what each stage exchanges with other groups; none for one group. Every process calls it.
 
-    If the plan was measured, the links between the hosts of groups are measured as well, unless groups exchange between
-    devices.
+    If the plan was measured, the links between the groups' hosts are measured as well, unless groups exchange tensors
+    directly between devices.
     """
     group = cluster.averaging_group
     if group is None:
@@ -53,7 +53,7 @@ def traffic_lines(plan: Plan, module: nn.Module, cluster: Cluster, averaging: Av
 
 
 def exchanged_bytes(module: nn.Module, names: Collection[str], averaging: Averaging, count: int) -> int:
-    """Return the bytes that a process sends, and receives, to average parameters once.
+    """Return how many bytes a process sends, and receives, to average parameters once.
 
     Args:
         module: module that has the parameters.

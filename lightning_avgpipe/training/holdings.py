@@ -42,15 +42,16 @@ class Holdings:
     """The distribution of a module's tensors and states over processes, which plans change.
 
     Args:
-        module: module; whole on every process, or with parameters on meta that no process ever has all of.
+        module: module; whole on every process, or with parameters on meta, so that no process has all of it.
         cluster: cluster with open channels.
         optimizers: returns the current optimizers of the module.
-        origin: source of contents that no process has; None if the module is whole.
-        shards: division of optimizer states among replicas; None: each keeps all.
+        origin: source of weights that no process has; None if the module is whole.
+        shards: division of optimizer states among replicas; None: each replica keeps all.
 
     Attributes:
-        answers: rank that answers for each parameter and buffer, by every name; empty before the first plan.
-        copies: functions that return copies of the module (averages of weights) that are divided as it is, or None.
+        answers: rank that answers for each parameter and buffer (whose values count), by every name; empty before the
+            first plan.
+        copies: functions that return a copy of the module (averages of weights) that is divided like it, or None.
         gather: gatherer of parameters that other processes hold.
         shards: as given.
     """
@@ -70,16 +71,16 @@ class Holdings:
         self._owners: Owners = {}  # current owners of all parameters and buffers
         self._divided = False  # whether processes have given up parameters of other stages
         self._scattered = False  # whether a parameter had no contents on some process before the first plan
-        self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
+        self._unloaded: Sequence[Mapping[str, Any]] = ()  # optimizer states to load when parameters have contents
         self.answers: dict[str, int] = {}
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
 
     def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
-        """Return the state dict of the module or of a copy, on rank 0 that of all stages. Every process calls it."""
+        """Return the state dict of the module or of a copy; on rank 0 with all stages. Every process calls it."""
         module = copy or self._module
         if copy is None and self._cluster.group_number and not is_overridden("on_save_checkpoint", module):
-            return module.state_dict()  # nobody writes it, or looks at it
+            return module.state_dict()  # only group 0 writes it, and no hook reads it
         if copy is None and not self.answers:
             return self._to_begin_with()
         if self._cluster.group.world_size == 1 or not self.answers:
@@ -88,7 +89,7 @@ class Holdings:
         return full_state_dict(module, self._cluster, self.answers)
 
     def _to_begin_with(self) -> dict[str, Any]:
-        """Return, before the first plan, the state dict with the weights that training begins with."""
+        """Return, before the first plan, the state dict with the weights with which training will begin."""
         module, cluster = self._module, self._cluster
         if not cluster.group.count(on_meta(module)):
             return module.state_dict()
@@ -104,7 +105,7 @@ class Holdings:
         return state
 
     def _take_in(self) -> None:
-        """Register here the buffers that steps have registered in other processes. Every process calls it.
+        """Register the buffers that steps have registered in other processes. Every process calls it.
 
         Raises:
             ConfigurationError: a parameter or buffer that was divided among the processes is no longer in the module.
@@ -113,9 +114,9 @@ class Holdings:
         gone = self._owners.keys() - {name for listing in named for name, _ in listing(remove_duplicate=False)}
         if gone and self._cluster.world.world_size > 1:
             raise ConfigurationError(
-                f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
-                "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do "
-                "so before training, and go on from a checkpoint, or use one process (devices=1)"
+                f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, but no longer "
+                "does: a hook has replaced a submodule, or has pruned or parametrized it. With several processes, do "
+                "this before training and continue from a checkpoint, or use one process (devices=1)"
             )
         self._owners = {name: ranks for name, ranks in self._owners.items() if name not in gone}
         own = {
@@ -134,9 +135,9 @@ class Holdings:
 
     @torch.no_grad()
     def share(self, changed: Collection[str]) -> None:
-        """Bring what steps have registered or changed, each in the process that answers for it, to every process.
+        """Copy what steps have registered or changed to every process, from the processes that answer for it.
 
-        Every process calls it. A process takes over the contents of the weights that it holds only.
+        Every process calls it. All buffers are copied, but only weights that every process holds.
 
         Args:
             changed: full names of the parameters and buffers that steps change.
@@ -169,14 +170,14 @@ class Holdings:
         return self.answers.get(name, self._cluster.rank) != self._cluster.rank
 
     def place(self, plan: Plan, final: bool, others: Sequence[Belongings] = ()) -> None:
-        """Bring this process's stages to its device; if the plan is final, give up other stages.
+        """Move this process's stages to its device and, if the plan is final, give up other stages.
 
         Every process calls it.
 
         Args:
-            plan: says which stages use which parameters and buffers.
+            plan: plan, which says which stages use which parameters and buffers.
             final: whether training will use the plan.
-            others: data that moves besides the module and the states of its optimizers.
+            others: data to move in addition to the module and the states of its optimizers.
         """
         device, rank = self._cluster.device, self._cluster.rank
         if not self._owners:
@@ -212,7 +213,7 @@ class Holdings:
         """Give rank 0 all weights within this context, if it had them before the first plan.
 
         Args:
-            most: most bytes of weights; if there are more, nothing moves.
+            most: limit, in bytes of weights; if there are more, nothing moves.
             device: device for weights of other processes; None: the host.
         """
         lent: dict[str, tuple[int, ...]] = {}
@@ -232,11 +233,11 @@ class Holdings:
     ) -> Iterator[torch.device]:
         """Give every process all weights within this context, on the host, unless the module began on meta.
 
-        Every process calls it. As in ddp each has its own copy. What owners write stays; of what they do not write, it
-        is the copy of the first process that does.
+        Every process calls it. As in ddp, each has its own copy. Of a tensor that is written, the owners' copies are
+        kept if an owner has written it, and else the copy of the first process that has.
 
         Args:
-            others: data that every process has within this context besides the module's tensors.
+            others: data that every process gets within this context in addition to the module's tensors.
             beside: returns the tensors of these data.
         Returns:
             A context that yields the device of the weights.
@@ -254,7 +255,7 @@ class Holdings:
         with on_host((*beside(), *(t for module in modules for t in (*module.parameters(), *module.buffers())))):
             yield torch.device("cpu")
         self._take_in()
-        kinds = [*self._tensors(), *others]  # whose parameters may be other objects now
+        kinds = [*self._tensors(), *others]  # made again: parameters may be other objects now
         after = _bits(kinds, self._owners)
         writers = holders(group, [name for name, bits in after.items() if bits != before.get(name)])
         taken = {n for n, ranks in writers.items() if not {*ranks} & {*self._owners[n]}}
@@ -265,10 +266,10 @@ class Holdings:
 
     @torch.no_grad()
     def begin_alike(self, copied: Collection[str]) -> None:
-        """Make equal, in all processes that have them, shared parameters and buffers. Every process calls it.
+        """Make the parameters and buffers of a name equal in all processes that hold it. Every process calls it.
 
-        Without a seed each process has drawn weights of its own. Parameters that several stages use, and buffers, are
-        copied from their first holder; then all tensors from the first group.
+        Without a seed, each process has drawn its own initial weights. Parameters that several stages use, and buffers,
+        are copied from their first holder; then all tensors are copied from the first group.
 
         Args:
             copied: names of parameters that several stages use.
@@ -288,7 +289,7 @@ class Holdings:
     def _take_those_of_rank_zero(self, planned: Owners) -> None:
         """Copy parameters that every process has from rank 0, as ddp does.
 
-        Without a seed each process has drawn its own. Parameters that are equal on all processes are not sent.
+        Without a seed, each process has drawn its own. Parameters that are already equal everywhere are not sent.
 
         Args:
             planned: future owners.
@@ -302,7 +303,7 @@ class Holdings:
             named[name].copy_(arrival.on(named[name].device))
 
     def restore(self) -> None:
-        """Bring the whole module and its copies back to every process, unless it began on meta. Every process calls it.
+        """Move the whole module and its copies back to every process, unless it began on meta. Every process calls it.
 
         A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
         buffers.
@@ -331,12 +332,12 @@ class Holdings:
         self._unloaded = states
 
     def to_load(self, optimizer: Optimizer) -> Mapping[str, Any] | None:
-        """Return the state that an optimizer is to load once its parameters have contents; None if there is none."""
+        """Return the state that :meth:`load_later` keeps for an optimizer; None if there is none."""
         waiting = zip(self._optimizers(), self._unloaded, strict=False)
         return next((state for other, state in waiting if unwrapped(other) is unwrapped(optimizer)), None)
 
     def load_if_placed(self) -> None:
-        """Load what was to be loaded later now, if the processes have the contents that they keep already."""
+        """Load the states that :meth:`load_later` keeps, if a final plan has placed the parameters."""
         if self._divided:
             self._load_optimizers()
 
@@ -348,7 +349,7 @@ class Holdings:
             self.shards.assign(self._optimizers())
 
     def _find(self) -> None:
-        """Find the owners before the first plan: every process has all buffers, and parameters that are not on meta."""
+        """Find the owners before the first plan: of buffers all processes, of parameters those that have contents."""
         held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
         found, everybody = holders(self._cluster.group, held), tuple(range(self._cluster.group.world_size))
         self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
@@ -356,13 +357,13 @@ class Holdings:
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
 
     def _relocate(self, owners: Owners, kinds: Sequence[Belongings], device: torch.device | None = None) -> None:
-        """Move everything that some process has to these owners, to a device (default: the cluster's)."""
+        """Move the data of each name to its new owners, on a device (default: the cluster's)."""
         relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
         self._owners = owners
 
 
 def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return digests of all that this process has under each name."""
+    """Return digests of all tensors that this process has under each name."""
     found = {name: tree.tensors([kind.held(name) for kind in kinds]) for name in names}
     return {name: tuple(int(digest(t)) for t in tensors if not t.is_meta) for name, tensors in found.items()}
 
@@ -371,7 +372,7 @@ def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, tupl
 
 
 def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """Return on rank 0 the state dict of the whole module; on other ranks their own, with other stages on meta."""
+    """Return the state dict of the whole module on rank 0; on other ranks their own, with other stages on meta."""
     state = module.state_dict()
     owners = {name: (owner[name],) for name, v in state.items() if isinstance(v, Tensor) and name in owner}
     _check_scales(module, owners)
@@ -379,23 +380,27 @@ def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int
 
 
 def _check_scales(module: nn.Module, names: Collection[str]) -> None:
-    """Check that weights in 4 bits, whose scales are entries of their own, are not wanted from other processes."""
+    """Check that no 4-bit weights of other processes must be gathered: their scales are separate entries.
+
+    Raises:
+        ConfigurationError: there are such weights.
+    """
     for name, parameter in module.named_parameters():
         if name in names and parameter.is_meta and hasattr(parameter, "quant_state"):
             raise ConfigurationError(
-                f"The state dict holds '{name}', weights in 4 bits that another process has, which are not gathered. "
-                "Save what is trained: leave out of state_dict() of your LightningModule what does not require a "
-                "gradient, and set self.strict_loading = False"
+                f"The state dict contains '{name}': 4-bit weights of another process, which cannot be gathered. Save "
+                "only what is trained: leave what does not require a gradient out of state_dict() of your "
+                "LightningModule, and set self.strict_loading = False"
             )
 
 
 def own_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """Return the part of the state dict for which this process answers; rank 0 answers for entries without owner."""
+    """Return the part of the state dict for which this process answers; rank 0 answers for entries without an owner."""
     return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == cluster.rank}
 
 
 def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
-    """Return the owner of each parameter of a module that is divided already, such that every process has its own part.
+    """Return the owner of each parameter of a module that was divided before: every process has only its own part.
 
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
@@ -408,10 +413,10 @@ def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
 
 
 def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[str, Any]:
-    """Return on rank 0 an ordinary optimizer state, the union of the stages' states; on other ranks their own.
+    """Return an ordinary optimizer state on rank 0, the union of the stages' states; on other ranks their own.
 
-    Every process builds its optimizer over all parameters, so a parameter has the same number on all of them, the
-    number that it has in one process.
+    Every process builds its optimizer over all parameters, so a parameter has the same number on all of them as it has
+    in a single process.
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in _own_entries(optimizer, state).items()}
@@ -422,14 +427,14 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
 
 
 def _of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what an optimizer keeps beside the states of its parameters, which have numbers."""
+    """Return what an optimizer keeps in addition to the states of its parameters, whose keys are numbers."""
     return {key: value for key, value in states.items() if not isinstance(key, int)}
 
 
 def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the state of the parameters that this process has, by their numbers.
+    """Return the states of the parameters that this process has, by their numbers.
 
-    An optimizer that looks at the state of a parameter of another stage makes an entry for it, which is empty at first.
+    Empty entries are left out: an optimizer makes one when it only looks up the state of another stage's parameter.
     """
     states = state["state"]
     out = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta} | _of_no_parameter(states).keys()
@@ -441,7 +446,7 @@ def named_optimizer_state(
 ) -> dict[str, Any]:
     """Return this process's optimizer state, keyed by names of parameters instead of numbers.
 
-    Optimizers load it as they load one with numbers, and distributed checkpoints are keyed by names.
+    Optimizers load it like one with numbers, and distributed checkpoints are keyed by names.
 
     Args:
         optimizer: optimizer over all parameters.
@@ -463,10 +468,10 @@ def named_optimizer_state(
 
 
 def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """Return on rank 0 the state of each parallel model, in types that can be read without this package.
+    """Return the state of each parallel model on rank 0, in types that can be read without this package.
 
-    The models of all groups follow each other, so a checkpoint does not depend on the number of groups. Pipeline 0's
-    optimizer state is left out, since it is the checkpoint's.
+    The models of all groups are in one list, so a checkpoint does not depend on the number of groups. The optimizer
+    state of pipeline 0 is left out, since the checkpoint itself has it.
     """
     state: dict[str, Any] = {"models": []}
     with ensemble.showing_reference(False):
@@ -493,7 +498,7 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
 
 
 def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
-    """Join the states of all groups, on rank 0 of all processes; groups of a team have the same state."""
+    """Join the states of all teams, on rank 0 of all processes; all groups of a team have the same state."""
     rest = {"models", "optimizers", "active", "sent"}
     brought = {name: tree.map_tensors(Tensor.cpu, state[name]) for name in rest}
     groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
@@ -505,7 +510,7 @@ def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
 
 
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
-    """Load a state of :func:`full_ensemble_state` with as many models, as far as this process holds them."""
+    """Load this process's part of a state of :func:`full_ensemble_state` that has the same number of models."""
     first, size = ensemble.models.first, ensemble.models.size
     for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
@@ -536,11 +541,12 @@ def _held(ensemble: Ensemble, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load the states of the parameters that have contents here, possibly during a step.
+    """Load the states of the parameters that have contents in this process, possibly while the optimizer steps.
 
-    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers. So where a
-    class has a method of its own, another object loads them by it, which shares all else with the optimizer. Of one
-    that wraps another optimizer, both of which share their states, the entries are copied as they are.
+    ``Optimizer.load_state_dict`` would also replace the parameter groups, which a running step uses, so the entries are
+    copied here instead. If a class overrides that method, another object of the class, which shares all attributes with
+    the optimizer, loads them with it. If an optimizer wraps another one, with which it shares states, entries are
+    copied in any case.
 
     Args:
         optimizer: optimizer over all parameters.
@@ -563,18 +569,18 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     reader = object.__new__(type(optimizer))
     vars(reader).update(vars(optimizer))
     reader.load_state_dict({**saved, "state": present, "param_groups": groups})
-    for parameter in (parameters[number] for number in present):  # copied, since memory may be mapped from a file
+    for parameter in (parameters[number] for number in present):  # cloned: the saved state may be mapped from a file
         optimizer.state[parameter] = tree.map_tensors(Tensor.clone, reader.state.pop(parameter))
 
 
 def _with_moving_counters(optimizer: Optimizer) -> set[int]:
-    """Return the ``id`` of the parameters whose counters are on their device, for kernels that count themselves."""
+    """Return the ``id`` of the parameters whose step counters are on their device, for kernels that count there."""
     groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _copied_for(parameter: Tensor, name: str, value: Any, moves: bool) -> Any:
-    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; a step counter only if it moves."""
+    """Copy an entry of a state to the device and type that ``Optimizer.load_state_dict`` would give it."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step":
@@ -586,8 +592,7 @@ def _copied_for(parameter: Tensor, name: str, value: Any, moves: bool) -> Any:
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
     """Copy optimizer states to a device, except counters that the optimizer keeps on the host.
 
-    States on the device are copied as well: after loading they may be mapped from a file, and such memory must not be
-    kept.
+    States that are on the device already are copied as well: after loading, their memory may be mapped from a file.
     """
     moving = _with_moving_counters(optimizer)
     for parameter, state in optimizer.state.items():

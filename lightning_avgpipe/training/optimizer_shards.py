@@ -1,4 +1,4 @@
-"""Shards of optimizer states: the replicas of a stage divide the states among them, and each steps its own part."""
+"""Shards of optimizer states: the replicas of a stage divide the states among themselves, and each steps its part."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class OptimizerShards:
         replica 1    gradients of a b c, all summed    steps b c  sends b c, gets a
 
     An optimizer skips parameters without gradient, and makes no state for them. So while it steps, a replica hides the
-    gradients of parameters that others step. The optimizer must treat each parameter independently, as nearly all do;
-    :func:`check_separable` tries this.
+    gradients of the parameters that others step. The optimizer must treat each parameter independently, as nearly all
+    do; :func:`check_separable` checks it by a trial.
 
     Args:
         module: module with the parameters.
@@ -55,7 +55,7 @@ class OptimizerShards:
         self._parts: list[list[Tensor]] = []  # by replica, the parameters that it steps
 
     def assign(self, optimizers: Sequence[Optimizer]) -> None:
-        """Divide the placed parameters of this process among the replicas, and drop the states that others keep."""
+        """Divide the parameters of this process among its replicas, and drop the states that other replicas keep."""
         replicas = self._cluster.replicas
         if replicas is None:
             self._parts = []
@@ -75,7 +75,10 @@ class OptimizerShards:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Make a step of the optimizer a step of all replicas together within this context. All of them step."""
+        """Within this context, let each replica step its own part when the optimizer steps, then exchange parameters.
+
+        All replicas enter the context and step.
+        """
         inner = unwrapped(optimizer)
         step = inner.step
 
@@ -97,26 +100,26 @@ class OptimizerShards:
             self._exchange()
             return result
 
-        with replaced(inner, "step", together):  # the first closure assigns parameters, so hide after it
+        with replaced(inner, "step", together):  # the first closure assigns parameters, so they are hidden after it
             yield
 
     def _exchange(self) -> None:
-        """Copy each parameter from the replica that has stepped it to all others."""
+        """Copy each parameter from the replica that has stepped it to the others."""
         for replica, part in enumerate(self._parts):
             assert self._cluster.replicas is not None
             self._cluster.replicas.copy([p.detach() for p in part if p.grad is not None], replica)
 
 
 def check_separable(optimizer: Optimizer, sharded: bool) -> None:
-    """Check, by trying, that an optimizer treats each parameter independently, so that it can step a part of them.
+    """Check, by a trial, that an optimizer treats each parameter independently, so that it can step a part of them.
 
     Args:
-        optimizer: optimizer that stays as it is.
-        sharded: whether replicas divide its states, which must not change a bit; else processes divide stages, and an
-            optimizer that cannot be tried passes.
+        optimizer: optimizer to check; it does not change.
+        sharded: whether replicas divide its states, so that results must be equal bit for bit. Otherwise processes
+            divide the stages; then small differences are allowed, and an optimizer that cannot be tried passes.
 
     Raises:
-        ConfigurationError: the optimizer does not, or cannot be tried.
+        ConfigurationError: the optimizer does not treat each parameter independently, or cannot be tried.
     """
     name = type(optimizer).__name__
     refused = (
@@ -127,13 +130,13 @@ def check_separable(optimizer: Optimizer, sharded: bool) -> None:
         "use an optimizer that treats each by itself, such as SGD or AdamW, or one process (devices=1)"
     )
     if sharded and holds_two_kinds(optimizer):
-        raise ConfigurationError(refused % "has a method eval that turns those weights only whose states it has")
+        raise ConfigurationError(refused % "has a method eval that changes only weights whose states it has")
     try:
         together, alone = (tried(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
     except Exception as error:  # of any type: it is the user's code
         if not sharded:
             return
         raise ConfigurationError(refused % f"cannot step some of them ({type(error).__name__}: {error})") from error
-    rounding = 0.0 if sharded else 1e-6  # of operations on several parameters at once
+    rounding = 0.0 if sharded else 1e-6  # operations on several parameters at once may round differently
     if not torch.allclose(together, alone, rounding, 0.0, equal_nan=True):
         raise ConfigurationError(refused % "makes the step of a parameter depend on others")

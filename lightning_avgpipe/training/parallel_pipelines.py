@@ -1,4 +1,4 @@
-"""Parallel pipelines: one for each model that trains, and the ensemble of the models."""
+"""Parallel pipelines: one for each model that trains, and the ensemble of these models."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from lightning_avgpipe.weights.tied import GradientSum
 
 
 class ParallelPipelines:
-    """The pipelines that train the models of a group of processes; a single one, if there is one model.
+    """The pipelines that train the models of a group of processes; a single pipeline if there is one model.
 
     Args:
         module: module to train.
         cluster: cluster with open channels.
         first: pipeline 0, which also evaluates.
-        make: makes an ensemble from the averaging group, the names of tensors that steps change, and other tensors that
-            they write into.
+        make: makes an ensemble from the averaging group, the names of the parameters and buffers that steps change, and
+            other tensors into which steps write.
         execution: options of the execution of units.
 
     Attributes:
         averaging_group: processes that host the same stages of other models; None if there are none.
-        ensemble: the parallel models, from the first step of training on; None if there is one model.
+        ensemble: the parallel models, from the first training step on; None if there is one model.
         pipelines: pipelines by the number of their model.
-        has_trained: whether a step of training has begun.
-        saved: state of a checkpoint's models that is still to be loaded; None if there is none. It is loaded when as
-            many models begin to train; with another number all of them start from the reference.
+        has_trained: whether a training step has begun.
+        saved: the models' state from a checkpoint, which is still to be loaded; None if there is none. It is loaded if
+            the same number of models begins to train; otherwise all of them start from the reference.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class ParallelPipelines:
         self._make = make
         self._execution = execution
         self.saved: Mapping[str, Any] | None = None
-        self._await_streams = False  # whether pipelines get streams after their first step
+        self._await_streams = False  # whether the pipelines are to get streams in the next step
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
-        """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
+        """Return N pipelines for a training step, which must be prepared. Every process calls it."""
         self.has_trained = True
         if num_pipelines == 1 and self.averaging_group is None:
             self.dissolve()
@@ -109,14 +109,14 @@ class ParallelPipelines:
 
     @property
     def num_saved(self) -> int | None:
-        """The number of models of a checkpoint that are still to be loaded; None if there is nothing to load."""
+        """The number of models in the checkpoint state that is still to be loaded; None if there is none."""
         return None if self.saved is None else len(self.saved.get("models", ()))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     @property
     def have_streams(self) -> bool:
-        """Whether each of several pipelines has a stream of its own: the device has streams and the step allows it."""
+        """Whether several pipelines have a stream each: the options, the device and the step must allow it."""
         return self._may_have_streams and not self._changed_in_common
 
     @property
@@ -125,11 +125,11 @@ class ParallelPipelines:
 
     @property
     def _changed_in_common(self) -> str:
-        """What the step changes that all pipelines share, which must change in one order; empty if there is nothing."""
+        """What the step changes that all pipelines share, so that they cannot run at the same time; or empty."""
         return changed_in_common(self._first.graph("training_step"))
 
     def _begin_streams(self) -> None:
-        """Let new pipelines share one stream for their first step, in which a step may make objects that it keeps."""
+        """Make new pipelines share one stream in their first step, which may create objects that later steps share."""
         several = len(self.pipelines) > 1
         self._first.stream, self._await_streams = None, several and self.have_streams
         if several and self._may_have_streams and not self._await_streams:
@@ -137,19 +137,19 @@ class ParallelPipelines:
             rank_zero_info(f"Averaging(streams=True): pipelines take turns, since training_step changes {changed}")
 
     def only_first(self) -> None:
-        """Drop all pipelines but the first, for a new plan. The others are made when they train next."""
+        """Drop all pipelines but the first, for a new plan. The others are made anew when they train next."""
         self.pipelines = [self._first]
         self._first.stream = None
 
     def _written(self) -> list[Tensor]:
-        """Return tensors in attributes and variables that training writes into, without parameters and buffers."""
+        """Return the tensors in attributes and variables into which training writes, except parameters and buffers."""
         keys = self._first.graph("training_step").written_tensors
         found = Snapshot(variables(self._module, keys).values()).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
 
     def changed_by_steps(self, number: int) -> list[Tensor]:
-        """Return this process's buffers and parameters of one model that steps of training change themselves.
+        """Return this process's buffers and parameters of one model that training steps themselves change.
 
         Args:
             number: number n of the model.
@@ -164,30 +164,30 @@ class ParallelPipelines:
     # -- copies of parameters -----------------------------------------------------------------------------------------
 
     def sum_copied_gradients(self) -> None:
-        """Give the copies of a parameter that several stages use the sum of their gradients. Every process calls it."""
+        """Sum the gradients of all copies of each parameter that several stages use. Every process calls it."""
         for number in range(len(self.pipelines)):
             self.begin_sum(number).finish()
 
     def begin_sum(self, number: int, replicas: bool = False) -> GradientSum:
-        """Begin to sum the gradients of copies of one model; see :meth:`TiedParameters.begin_sum`."""
+        """Start to sum the gradients of copies in one model; see :meth:`TiedParameters.begin_sum`."""
         return self.pipelines[number].steps["training_step"].copies.begin_sum(replicas)
 
     def count_copied_gradients_once(self) -> None:
-        """Keep each sum of gradients of copies in one place, before a batch that adds to it."""
+        """Keep each sum of copies' gradients in one copy only, before further batches add to it."""
         for pipeline in self.pipelines:
             pipeline.steps["training_step"].copies.count_once()
 
     @property
     def summed_with_copies(self) -> Collection[str]:
-        """The names of parameters whose sum over copies includes the gradients of all replicas of their stages."""
+        """The names of parameters whose sum over copies already includes those of all replicas of their stages."""
         return self._first.steps["training_step"].copies.names if self._cluster.stage_map.stage_replicas else ()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, answers: Mapping[str, int]) -> Mapping[str, Any] | None:
-        """Return on rank 0 the state of each parallel model; None if there is one model. Every process calls it.
+        """Return the state of each parallel model on rank 0; None if there is one model. Every process calls it.
 
-        Before the first step it is the state that is still to be loaded.
+        Before the first step, this is the state that is still to be loaded.
 
         Args:
             answers: rank that answers for each parameter and buffer, by full name.
@@ -195,7 +195,7 @@ class ParallelPipelines:
         return self.saved if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
     def dissolve(self, average: bool = True) -> None:
-        """Continue with one model, the reference. Every process calls it.
+        """Drop the ensemble, and continue with one model, the reference. Every process calls it.
 
         Args:
             average: whether the models are averaged first.
@@ -224,7 +224,7 @@ class ParallelPipelines:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Let parallel models be made on trial within this context, and restore the saved models afterwards."""
+        """Within this context, allow a trial with parallel models; drop them afterwards, and restore ``saved``."""
         before = self.saved, self.has_trained
         self.saved = None
         try:

@@ -1,4 +1,4 @@
-"""The plan maker: captures steps and plans their stages on the process that has the whole module."""
+"""The plan maker: captures steps and plans their stages, on the process that has the whole module."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examples:
-    """Example arguments of a step. The step is followed with the first of them that training does not skip.
+    """Example arguments of a step. The step is captured with the first of them that it does not skip.
 
     Attributes:
         name: name of the step function.
         run: executes the step function.
         args: arguments of each micro-batch.
-        optional: whether batches may stay whole, if the step cannot be followed on a part of one.
+        optional: whether batches may stay whole, if the step cannot be captured with a part of one.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The error that user code raised on rank 0, as the other processes get it."""
+    """An error of user code on rank 0, as it is sent to the other processes."""
 
     reason: str
 
 
 def _or_reason(make: Callable[[Step], Any]) -> Callable[[Step], Any]:
-    """Return a function that returns the reason why stages cannot run a step, where ``make`` raises it as an error."""
+    """Return a function like ``make`` that, if stages cannot run a step, returns the reason instead of raising it."""
 
     def attempt(step: Step) -> Any:
         try:
@@ -119,9 +119,9 @@ class PlanMaker:
         self.planner = replace(self.planner, updates=updates, **changes)
 
     def provisional(self, examples: Examples, schedule: Schedule, num_pipelines: int) -> Plan | str | None:
-        """Return a plan for which no process gives up weights, or why stages cannot run the step.
+        """Return a plan for which no process gives up weights, or the reason why stages cannot run the step.
 
-        None: the step skips all examples.
+        The result is None if the step skips all examples.
         """
         conditions = self._conditions(schedule, num_pipelines)
         return self._on_first(examples, lambda step: self.planner.provisional(step, conditions))  # type: ignore[no-any-return]
@@ -129,21 +129,22 @@ class PlanMaker:
     def final(
         self, examples: Examples, schedule: Schedule, num_pipelines: int, before: Plan | None, divided: bool
     ) -> Plan | str | None:
-        """Return a plan that stays, or why stages cannot run a step of evaluation.
+        """Return the plan for training, or the reason why stages cannot run an evaluation step.
 
-        None: the step skips all examples.
+        The result is None if the step skips all examples.
 
         Args:
             examples: example arguments of the step.
             schedule: schedule of the step.
             num_pipelines: number of pipelines, N.
-            before: current plan, whose units are opened further, and closed where nothing divides them.
+            before: current plan; planning starts from its units, may open them further, and closes units that no cut
+                divides.
             divided: whether processes have given up parameters of other stages.
         """
         planner, group = self.planner, self._cluster.group
         with self._holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
             planner.source.measure(self._cluster, None if divided else partial(self._seconds, examples))
-            # rank 0 decides, because it measures
+            # rank 0 decides for all, because it measures
             asks = not planner.source.replicates and group.broadcast(planner.measures)
             links = self._cluster.links(self._cluster.stage_map) if asks else ()
             conditions = replace(self._conditions(schedule, num_pipelines), links=links)
@@ -151,11 +152,11 @@ class PlanMaker:
             return self._on_first(examples, lambda step: planner.plan(step, conditions, units))  # type: ignore[no-any-return]
 
     def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | str | None:
-        """Return the graph of a further step, with the units of a plan, or why stages cannot run a step of evaluation.
+        """Return the graph of another step with the units of a plan, or why stages cannot run an evaluation step.
 
-        None: the step skips all examples.
+        The result is None if the step skips all examples.
         """
-        with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
+        with self._holdings.whole_on_rank_zero(FEW_BYTES):  # small weights are fetched faster together than one by one
             return self._on_first(examples, lambda step: self.planner.capture_like(step, plan))  # type: ignore[no-any-return]
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
@@ -165,12 +166,12 @@ class PlanMaker:
         return Conditions(schedule, state_copies=copies, num_pipelines=num_pipelines, num_groups=teams, owners=owners)
 
     def _on_first(self, examples: Examples, make: Callable[[Step], Any]) -> Any:
-        """Return what ``make`` returns for the first example that is not skipped; None if all are.
+        """Return what ``make`` returns on rank 0 for the first example that is not skipped; None if all are.
 
-        Of a step that does not train it may be the reason why stages cannot run it.
+        For an evaluation step this may be the reason why stages cannot run it.
 
         Raises:
-            MicroBatchError: the user's code failed, and there is another way to try; raised on every process.
+            MicroBatchError: the user's code failed, and batches may stay whole; raised on every process.
         """
         cause: Exception | None = None
         make = make if examples.trains else _or_reason(make)
@@ -196,11 +197,11 @@ class PlanMaker:
         return None
 
     def _isolated(self, make: Callable[[Step], Any], step: Step) -> Any:
-        """Call ``make`` in a forked child, so that following and measuring a step leaves nothing behind.
+        """Call ``make`` in a forked child, so that capturing and measuring a step leaves no trace in this process.
 
         If that is impossible, this process calls it, and restores what has changed.
         """
-        with untraced():  # a parameter that is lent says that it is here
+        with untraced():  # see the parameters as they are: one that is fetched on demand claims to be here
             absent = any(p.is_meta for p in self._module.parameters())
         why = "weights are on other processes" if absent else why_no_fork(self._cluster.device)
         if why is None:
@@ -217,12 +218,12 @@ class PlanMaker:
             else:
                 samples.take(found)
                 return made
-        _log.info("%s is followed in the process that trains: %s", step.name, why)
+        _log.info("%s is captured in the process that trains: %s", step.name, why)
         with alone():
             return make(step)
 
     def _seconds(self, examples: Examples) -> float:
-        """Measure the step on this device, with the first example that is not skipped; 0 if all are."""
+        """Return the seconds of the step on this device, with the first example that is not skipped; 0 if all are."""
         for step in examples.steps():
             with contextlib.suppress(SkippedStepError), self._cluster.watch.during("measures its device"):
                 return float(self._isolated(self.planner.seconds, step))

@@ -6,8 +6,9 @@
     replica 1    stage 0 on rank 3     stage 1 on rank 2        a batch of its own
                  sum of gradients      sum of gradients         one step, the same everywhere
 
-Each stage sums by itself, within its last backward, while the stages before it still drain. Losses are weighted by
-their share of the samples (or other counted units) of all replicas, so the sum is the gradient of all batches as one.
+Each stage sums its own gradients, during its last backward, while the stages before it still drain. Losses are weighted
+by their share of the samples (or other counted units) of all replicas, so the sum is the gradient of all batches taken
+as one.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
     """Check that stages whose replicas take micro-batches in turns can run a step.
 
     Args:
-        graph: graph of the step; only training shares the last stage.
+        graph: graph of the step; replicas of the last stage take turns only in training.
         cuts: K-1 positions of the cuts.
         stage_map: which process hosts which stage.
 
     Raises:
-        PartitionError: the step keeps a value for the next micro-batch, which another process runs.
+        PartitionError: the step keeps a value for the next micro-batch, which another replica runs.
     """
     trains = graph.step == "training_step"
     ends = (*cuts, len(graph.nodes))
@@ -57,20 +58,20 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
 
 
 def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield attributes that a step changes and reads on or before a stage with replicas: path of a module, and name."""
+    """Yield attributes that a step changes, and reads in or before a stage with replicas, as (module path, name)."""
     if not shared:
         return
     early = {key for key, position in graph.reads.items() if position <= bounds[shared[-1] + 1]}
     yield from early.intersection(graph.changed_between)
     nodes = (node for k in shared for node in graph.executed(bounds[k], bounds[k + 1]) if node.kind != "glue")
-    units = {name for node in nodes for name in node.name.split(", ")}  # of a region several
+    units = {name for node in nodes for name in node.name.split(", ")}  # a region has several
     for path, name in {*graph.changed_by_units, *graph.written_tensors}:
         if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in units):
             yield path, name
 
 
 def sharing_last(cluster: Cluster) -> Collectives | None:
-    """Return the replicas of the last stage, on each of them; None if there is one, and on other processes."""
+    """Return the replicas of the last stage, if there are several and this process is one of them; else None."""
     replicas, counts = cluster.replicas, cluster.stage_map.stage_replicas
     shares = counts[-1:] > (1,) and cluster.stage_map.num_stages - 1 in cluster.stages
     return replicas.members if shares and replicas is not None else None
@@ -79,13 +80,14 @@ def sharing_last(cluster: Cluster) -> Collectives | None:
 def weighing(
     works: Sequence[Sequence[MicroBatch]], num_pipelines: int, divides: bool, replicas: TensorCollectives
 ) -> Callable[[], list[list[MicroBatch]]]:
-    """Begin to weight micro-batches by their share of the counted samples that all replicas have in a pipeline.
+    """Start to weight micro-batches by their share of the counted samples that all replicas have in a pipeline.
 
-    If pipelines divide a batch, it is their share of what all of them count, times the number of pipelines. The
-    processes that compute losses call it. If nothing counts in any replica, replicas have equal weights.
+    If the pipelines divide one batch, it is the share of the samples in all of them, times the number of pipelines. All
+    processes that compute losses call it. If no replica counts any samples, replicas have equal weights.
 
     Args:
-        works: micro-batches by pipeline; at the end of an epoch replicas may have different numbers of pipelines.
+        works: micro-batches by pipeline; at the end of an epoch, replicas may have batches for different numbers of
+            pipelines.
         num_pipelines: number of pipelines, N.
         divides: whether the pipelines divide one batch.
         replicas: group of these processes.
@@ -113,7 +115,7 @@ def weighing(
 
 
 def can_run_together(schedule: Schedule, counts: tuple[int, ...]) -> bool:
-    """Return whether all actions can run if those of the replicas of a stage begin and end together.
+    """Return whether all actions of a schedule can run if those of the replicas of a stage begin and end together.
 
     Args:
         schedule: schedule with rows of all stages, and a number of micro-batches that is a multiple of each count.
@@ -138,14 +140,14 @@ def can_run_together(schedule: Schedule, counts: tuple[int, ...]) -> bool:
 
 
 class ReplicaSync:
-    """The synchronisation of the replicas of a group's models in one run of the trainer; nothing without replicas.
+    """The synchronisation of replicas in one run of the trainer. Without replicas all methods do nothing.
 
     Args:
         module: module that is trained.
         cluster: the connected processes.
         models: models that are trained.
         observers: observers of iterations.
-        normalises: whether replicas normalise batches together (sync_batchnorm).
+        normalises: whether batch normalisation uses statistics over all replicas (sync_batchnorm).
     """
 
     def __init__(
@@ -157,20 +159,22 @@ class ReplicaSync:
         self._observers = observers
         self._gradient_sums: GradientSums | None = None
         self._normalises = normalises
-        self._connected: StageMap | None = None  # for batch normalisation
+        self._connected: StageMap | None = None  # stage map whose replicas are connected for batch normalisation
         self._statistics: list[Observer] = []
         self._checked: set[tuple[str, int]] = set()
 
     def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, sums: bool) -> tuple[int, frozenset[int]]:
-        """Agree which models had a batch, and which of these had no loss. Every process calls it.
+        """Agree on which models had a batch, and which of these had no loss; sum gradients if they are complete.
+
+        Every process calls it.
 
         Args:
-            count: number of pipelines that had a batch here.
-            skipped: numbers of those whose batch had no loss here.
-            num_pipelines: N.
+            count: number of pipelines that had a batch on this replica.
+            skipped: numbers of those whose batch had no loss on this replica.
+            num_pipelines: number of pipelines, N.
             sums: whether gradients are summed over replicas now.
         Returns:
-            The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
+            The number of pipelines that had a batch on any replica, and the numbers of those that had no loss on any.
         """
         replicas = self._cluster.replicas
         if replicas is None:
@@ -188,19 +192,23 @@ class ReplicaSync:
         return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
 
     def copy_changed(self, numbers: Iterable[int]) -> None:
-        """Give all replicas the first one's buffers that steps of training change, of the models of these numbers."""
+        """Copy the tensors that training steps themselves change, of these models, from the first replica to others."""
         if self._cluster.replicas is not None:
             self._cluster.replicas.copy([t for n in numbers for t in self._models.changed_by_steps(n)])
 
     def count_once(self, num_pipelines: int) -> None:
-        """Keep the sums of gradients on the first replica, before a batch that adds to them."""
+        """Keep the sums of gradients on the first replica only, before further batches add to them."""
         replicas = self._cluster.replicas
         if replicas is not None and replicas.members.rank:
             for parameter in self._summed(num_pipelines).values():
                 parameter.grad = None
 
     def check_trains(self, micro_batch: int) -> None:
-        """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
+        """Refuse a micro-batch without a loss if replicas normalise together, since all would wait for its backward.
+
+        Raises:
+            ConfigurationError: replicas normalise together.
+        """
         if self._normalises:
             raise ConfigurationError(
                 f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
@@ -209,12 +217,12 @@ class ReplicaSync:
             )
 
     def observers(self, schedule: Schedule, num_pipelines: int, steps: bool) -> list[Observer]:
-        """Return the observers of an iteration of training, which come before all others. Every process calls it.
+        """Return the observers of a training iteration, which come before all others. Every process calls it.
 
         Args:
             schedule: schedule of pipeline 0.
-            num_pipelines: N.
-            steps: whether gradients are complete after the iteration.
+            num_pipelines: number of pipelines, N.
+            steps: whether the iteration ends with an optimizer step, so that its gradients are complete.
         Raises:
             ConfigurationError: replicas normalise together, and cannot with this schedule.
         """
@@ -223,7 +231,7 @@ class ReplicaSync:
         if self._cluster.replicas is None or not steps:
             return self._statistics
         sums, stage_map = self._sums(), self._cluster.stage_map
-        if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
+        if num_pipelines > 1:  # sums start early for a single pipeline only
             sums.watch({}, {})
         else:
             rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
@@ -242,7 +250,7 @@ class ReplicaSync:
         self._check_normalising(schedule, stage_map)
 
     def _check_normalising(self, schedule: Schedule, stage_map: StageMap) -> None:
-        """Raise if replicas have different numbers of micro-batches, or would wait for each other forever."""
+        """Raise ConfigurationError if replicas have different numbers of micro-batches, or would deadlock."""
         number = schedule.num_microbatches
         key = schedule.name, number
         if stage_map.stage_replicas and key not in self._checked:
@@ -256,8 +264,8 @@ class ReplicaSync:
             if not can_run_together(schedule, counts):
                 raise ConfigurationError(
                     f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
-                    "would wait for each other forever, as stages do not divide micro-batches alike; use "
-                    "schedule='afab', or as many replicas of each stage"
+                    "would wait for each other forever, because stages have different numbers of replicas; use "
+                    "schedule='afab', or the same number of replicas for each stage"
                 )
             self._checked.add(key)
         if stage_map.replicas > 1:
@@ -271,7 +279,7 @@ class ReplicaSync:
                 )
 
     def _sums(self) -> GradientSums:
-        """Return the gradient sums of the replicas that there are now."""
+        """Return the gradient sums of the current replicas, which a new stage map may have changed."""
         replicas = self._cluster.replicas
         assert replicas is not None
         if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
@@ -279,7 +287,7 @@ class ReplicaSync:
         return self._gradient_sums
 
     def _summed(self, models: int) -> dict[str, nn.Parameter]:
-        """Return the parameters whose gradients replicas sum, of a number of models."""
+        """Return the parameters of the first ``models`` models whose gradients replicas sum, by name."""
         copied, ensemble = self._models.summed_with_copies, self._models.ensemble
         if ensemble is not None:
             own = [ensemble.models.parameters(n) for n in range(models)]

@@ -1,4 +1,4 @@
-"""The optimizers' step, which all processes make together: norms of gradients, and the loss scale."""
+"""The optimizer step, which all processes take together: norms of gradients, and the loss scale."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
 
 
 class NormsOverStages:
-    """Norms of gradients over the stages of all processes, which wait for each other to take one.
+    """Norms of gradients over the stages of all processes. Processes wait for each other when a norm is computed.
 
     Attributes:
         cluster: as given.
-        taken: whether a norm was taken since this was last cleared, the same on all processes.
+        taken: whether a norm was computed since this was last set to False; the same on all processes.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -33,8 +33,8 @@ class NormsOverStages:
     def clipping(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a context within which ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
 
-        Every process must then call it equally often. It works for every caller: the precision plugin, or a user's own
-        code, under any name by which that code has imported it.
+        Within it, every process must call that function equally often. It works for every caller: the precision
+        plugin, and a user's own code, whatever the name by which that has imported the function.
 
         Args:
             parameters: parameters of all processes, in the same order on each; only owners have gradients.
@@ -49,7 +49,7 @@ class NormsOverStages:
             if error_if_nonfinite and not total.isfinite():
                 norm = total.item()
                 raise RuntimeError(f"the norm of the gradients of all stages is {norm}, which cannot be clipped")
-            return total.to(self.cluster.device, non_blocking=True)  # torch would move it and wait
+            return total.to(self.cluster.device, non_blocking=True)  # otherwise torch would move it, and wait
 
         return replaced(clip_grad, "_get_total_norm", total_norm)
 
@@ -62,7 +62,7 @@ def global_norm(
 
     Args:
         gradients: gradients of this process. The ``grad`` of a parameter that several processes hold counts once.
-        parameters: as of :meth:`NormsOverStages.clipping`.
+        parameters: as for :meth:`NormsOverStages.clipping`.
         cluster: cluster of the processes.
         norm_type: order of the norm.
 
@@ -73,7 +73,7 @@ def global_norm(
     position = {id(p.grad): i for i, p in enumerate(parameters) if p.grad is not None}
     places = [position.get(id(gradient)) for gradient in gradients]
     known = [i for i in places if i is not None]
-    # float64 is exact for the sum with other processes' zeros, and for the mean of equal norms
+    # in float64, adding the zeros of other processes and taking the mean of equal norms are exact
     norms = torch.zeros(2, len(parameters) + cluster.group.world_size, dtype=torch.float64, device="cpu")
     if known:
         own = [gradient for gradient, i in zip(gradients, places, strict=True) if i is not None]
@@ -87,7 +87,7 @@ def global_norm(
         )
     cluster.group.sum(norms)
     dtypes = [p.dtype.to_real() for p in parameters]
-    dtypes += [torch.float64 if torch.float64 in dtypes else torch.float32] * cluster.group.world_size  # of others
+    dtypes += [torch.float64 if torch.float64 in dtypes else torch.float32] * cluster.group.world_size  # for others
     present: list[int] = (norms[1] > 0).nonzero().flatten().tolist()
     found = dict.fromkeys(dtypes[i] for i in present) or {torch.float32: None}
     kinds: list[Any] = [torch.empty(0, dtype=dtype, device="cpu") for dtype in found]  # the same order on all devices
@@ -98,7 +98,7 @@ def global_norm(
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of each gradient, computed as torch does: those of a data type together."""
+    """Return the norm of each gradient, computed as in torch, which groups them by data type."""
     listed: list[Any] = list(gradients)
     groups: dict[Any, Any] = grouping._group_tensors_by_device_and_dtype([listed], with_indices=True)
     found: dict[int, Tensor] = {}
@@ -109,9 +109,9 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take the gradients of parameters away within this context.
+    """Hide the gradients of parameters within this context.
 
-    A parameter that has moved to another process or device meanwhile gets none back.
+    A parameter that has moved to another process or device within it does not get its gradient back.
     """
     gradients = [(p, p.grad) for p in parameters]
     for parameter, _ in gradients:
@@ -135,16 +135,16 @@ def scalers_of(precision: Any) -> list[GradScaler]:
 def scaling_together(
     precision: Any, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> AbstractContextManager[None]:
-    """Return a context within which an infinite gradient on one process, or in one pipeline, is one everywhere.
+    """Return a context within which gradient scalers count an infinite gradient of any process or pipeline.
 
-    Then all processes skip the same steps and change their scale equally, once. Every process enters the context. A
-    scaler initialises itself when it scales the first loss, which only the last stage has, so this function initialises
-    it. A stage without gradients reports no infinite one.
+    So all processes skip the same steps, and change their scale equally and once. Every process enters the context. A
+    scaler usually initialises itself when it scales the first loss; only the last stage has losses, so this function
+    initialises it. A stage without gradients reports no infinite one.
 
     Args:
         precision: precision plugin of this process, which has the gradient scalers.
         cluster: cluster of the processes; all groups decide together.
-        others: returns, for an optimizer of the first pipeline, those of other pipelines that step after it.
+        others: returns, for an optimizer of the first pipeline, those of the other pipelines, which step after it.
     """
     replacements: list[Replacement] = []
     for scaler in filter(GradScaler.is_enabled, scalers_of(precision)):
@@ -166,7 +166,7 @@ class _Agreement:
         self._update = scaler.update
         self._cluster = cluster
         self._others = others
-        self._waiting: list[Optimizer] = []  # optimizers that are unscaled already and step later
+        self._waiting: list[Optimizer] = []  # optimizers whose gradients are unscaled already, and that step later
         self._turns_left = 0
         self._found: dict[torch.device, Tensor] = {}
 
@@ -184,7 +184,7 @@ class _Agreement:
         return self._found
 
     def update(self, *args: Any) -> None:
-        """Update the scale after the step of the last optimizer; a scaler calls this method after every step."""
+        """Update the scale after the step of the last optimizer only; this is called after every optimizer's step."""
         if self._turns_left:
             self._turns_left -= 1
             return
