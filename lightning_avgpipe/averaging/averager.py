@@ -1,4 +1,4 @@
-"""The averager: pulls parallel models towards their reference, every few steps or one model after the other."""
+"""The averager: pulls parallel models towards their reference, all of them every few steps or one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fragment:
 
     Attributes:
         steps: number of steps since the last averaging.
-        active: number of pipelines that had a batch since then.
+        active: number of pipelines that have had a batch since then.
     """
 
     steps: int = 0
@@ -37,10 +37,10 @@ class LateAveraging:
     """An averaging that has begun and ends some steps later.
 
     Attributes:
-        names: names of the parameters, of all processes.
+        names: names of the parameters, including those of other processes.
         left: number of steps until it ends.
         buffers: whether buffers are averaged with it.
-        arrive: waits for the sums; returns the number of models of all groups that had a batch.
+        arrive: waits for the sums, and returns the number of models of all groups that had a batch.
     """
 
     names: list[str]
@@ -50,7 +50,7 @@ class LateAveraging:
 
 
 class Averager:
-    """The schedule of averagings: counts steps, and averages when it is time; with other groups in the background.
+    """The schedule of averagings: counts steps, and averages when it is time. Sums over groups run in the background.
 
     ::
 
@@ -58,8 +58,8 @@ class Averager:
                                            0               >--->             >--->
                                            1         >                 >--->             >
 
-    A fragment is sent (>) every 6 steps, each at its own, and ends 2 steps later, when the next step begins, or before
-    somebody looks. The place is fixed, so results do not depend on the timing.
+    Each fragment is sent (>) every 6 steps, at different steps. Its averaging ends 2 steps later: when the next step
+    begins, or earlier if somebody reads the models. The step is fixed, so results do not depend on the timing.
 
     Args:
         models: models to average.
@@ -69,8 +69,8 @@ class Averager:
     Attributes:
         fragments: the fragments of the parameters.
         fragment_of: number of the fragment of each parameter.
-        late: averagings that end later, in the order in which they began.
-        count: number of averagings that have begun.
+        late: averagings that end later, in the order in which they were started.
+        count: number of averagings that were started.
     """
 
     def __init__(self, models: Models, averaging: Averaging, averaging_group: TensorCollectives | None) -> None:
@@ -84,11 +84,11 @@ class Averager:
         self._outer: Optimizer | None = None
         self._begun: AveragingStep | None = None
         self._staggered: StaggeredAveraging | None = None  # while models are averaged one after the other
-        self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
+        self._ended: list[dict[str, Tensor]] = []  # buffers of models that have ended their iteration, for the groups
         self._end_buffers: Callable[[], None] = noop
 
     def follow(self, names: Collection[str]) -> None:
-        """Include new tensors of the reference in its optimizer, each in the fragment that is the smallest so far."""
+        """Add new tensors of the reference to its optimizer, and each to the fragment that is the smallest so far."""
         reference = self._models.reference
         if self._options.outer_optimizer is not None:
             if self._outer is None:
@@ -109,7 +109,7 @@ class Averager:
         return self._outer
 
     def stepped(self, active: int) -> None:
-        """Count a step of the optimizers, and begin to average what it is time for.
+        """Count a step of the optimizers, and start the averagings that are due.
 
         Args:
             active: number of pipelines whose models took part in the step.
@@ -129,7 +129,7 @@ class Averager:
                 self._begin(number, self._options.delay)
 
     def _begin(self, number: int, delay: int = 0) -> None:
-        """Begin to average the training of a fragment since its last averaging; if nothing is to be awaited, end it."""
+        """Start to average a fragment. With one group there is nothing to wait for, so the averaging ends here."""
         fragment, models = self.fragments[number], self._models
         names = [name for name in models.mine if self.fragment_of[name] == number]
         rounding = None if self._options.wire is None else (self._options.wire, RandomKey(0, self.count))
@@ -155,7 +155,7 @@ class Averager:
             self.finish()
 
     def meet(self) -> None:
-        """Average all training that has not been averaged, without delay. All groups call it."""
+        """Average all training that has not been averaged yet, without delay. All groups call it."""
         for late in self.late:
             late.left = 0
         self.finish()
@@ -165,17 +165,17 @@ class Averager:
         self.catch_up()
 
     def recentre(self) -> None:
-        """Shift all models by the same difference after some have gone, so that the unmoved reference is their mean."""
+        """After some models were dropped, shift the others equally, so that the unchanged reference is their mean."""
         averaging = AveragingStep(*self._models.tensors(), self._models.size, self._averaging_group)
         averaging.end(alpha=0.0, outer_lr=0.0)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an averaging has begun, and it is time for its end."""
+        """Whether an averaging was started whose end is due."""
         return self._begun is not None or any(late.left <= 0 for late in self.late)
 
     def finish(self) -> None:
-        """End the averagings for which it is time. Call it before models are read or changed."""
+        """End the averagings that are due. It must be called before models are read or changed."""
         while self.late and self.late[0].left <= 0:
             self._end(self._arrived(self.late.pop(0)))
         if self._begun is not None:
@@ -184,7 +184,7 @@ class Averager:
             self.catch_up()
 
     def _arrived(self, late: LateAveraging) -> AveragingStep:
-        """Wait for the sums of an averaging, and return its step."""
+        """Wait for the sums of a late averaging, and return its step, to be ended."""
         active, models = late.arrive(), self._models
         if late.buffers:
             self.catch_up()
@@ -194,12 +194,12 @@ class Averager:
         return AveragingStep.resumed(*models.tensors(names), sums, sent, models.total, active)
 
     def arrive(self) -> None:
-        """Wait for the sums of all averagings, which still end at their time."""
+        """Wait for the sums of all averagings in flight. The averagings still end at their own steps."""
         for late in self.late:
             late.arrive = partial(int, late.arrive())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides when training is averaged, without tensors."""
+        """Return the state that decides when averagings begin and end, without tensors."""
         self.arrive()
         return {
             "steps": [fragment.steps for fragment in self.fragments],
@@ -210,9 +210,10 @@ class Averager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, with the numbers of active models that are of this group.
+        """Load a state of :meth:`state_dict`, in which ``active`` counts models of this group only.
 
-        With another number of fragments all of them continue as if trained equally long, and what is under way ends.
+        If the number of fragments differs, all fragments continue with the largest number of steps of any, and
+        averagings in flight end at once.
         """
         steps, active, same = state["steps"], state["active"], len(state["steps"]) == len(self.fragments)
         for i, fragment in enumerate(self.fragments):
@@ -235,7 +236,7 @@ class Averager:
             step.end(alpha, self._options.rate(step.count, self._models.size))
 
     def abandon(self) -> None:
-        """Drop the averaging that has begun, without waiting for other groups, which have failed."""
+        """Drop all averagings in flight, without waiting for other groups, which have failed."""
         self._begun = self._staggered = None
         self.late.clear()
         self._end_buffers = noop
@@ -244,21 +245,21 @@ class Averager:
 
     @property
     def is_staggered(self) -> bool:
-        """Whether the state for averaging models one at a time exists."""
+        """Whether models are being averaged one at a time."""
         return self._staggered is not None
 
     def begin_staggered(self) -> None:
-        """Prepare to average models one at a time, unless that has begun.
+        """Prepare to average models one at a time, unless that was done before.
 
         All models must have stepped equally often, and the reference must not be shown.
         """
-        if self._staggered is None and self._models.mine:  # a process may have frozen stages only
+        if self._staggered is None and self._models.mine:  # a process may have only frozen stages
             total, tensors = self._models.total, self._models.tensors()
             alpha, rate = self._options.dilution(total), self._options.rate(total, self._models.size)
             self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._averaging_group)
 
     def average_one(self, number: int) -> None:
-        """Average model n with the reference once its optimizers have stepped, so that its next iteration may begin."""
+        """Average model n with the reference, after its optimizers have stepped and before its next iteration."""
         if self._staggered is not None:
             self._staggered.end(number)
         if self._models.shared is None:
@@ -270,20 +271,20 @@ class Averager:
             self._end_buffers, self._ended = self._models.shared.begin(self._ended), []
 
     def catch_up(self) -> None:
-        """Add the updates of all groups in the last iteration that has ended here to the reference."""
+        """Wait for the sums over groups of the last iteration, and add them to the reference and its buffers."""
         if self._staggered is not None:
             self._staggered.catch_up()
         self._end_buffers()
         self._end_buffers = noop
 
     def reset(self) -> None:
-        """Catch up, and continue from there as if training had just begun. All groups call it."""
-        if self._models.shown is None:  # showing the reference has caught up already
+        """Catch up, and continue as if training began with the current reference and models. All groups call it."""
+        if self._models.shown is None:  # otherwise showing the reference has caught up
             self.catch_up()
             if self._staggered is not None:
                 self._staggered.reset()
 
     def end_staggered(self) -> None:
-        """Catch up, and drop the state: the next model to average starts from the current reference."""
+        """Catch up, and stop averaging models one at a time; :meth:`begin_staggered` starts from the current state."""
         self.catch_up()
         self._staggered = None

@@ -4,21 +4,20 @@
 
     y_n                                   models after their own steps; unchanged for an n that had no batch
     ybar = mean_n y_n
-    z'   = z + outer_lr * (ybar - z)      or, where it is trained, the result of an outer optimizer for the
-                                          gradient z - ybar
+    z'   = z + outer_lr * (ybar - z)      or the result of an outer optimizer for the gradient z - ybar
     x_n' = z' + (1 - alpha) * (y_n - ybar)
 
 However the reference moves, it stays the mean of the models, because the mean of ``y_n - ybar`` is zero.
 
-If only some of the N models had a batch, as at the end of an epoch, ``ybar - z`` is the sum of their updates over N.
-Idle models do not count, so this is multiplied by N over the number of the active ones. (A mean of only the active
+If only some of the N models had a batch, as at the end of an epoch, ``ybar - z`` is the sum of their updates divided by
+N. Idle models must not count, so it is multiplied by N over the number of active models. (A mean of only the active
 models' weights would count their deviation from the reference as an update.)
 
 With several groups of processes N counts the models of all groups: ``sum_n (y_n - z)`` is summed over the groups, and
-everything else is computed equally in each of them, so all groups keep the same reference, bit for bit.
+each group computes everything else in the same way, so all groups keep the same reference, bit for bit.
 
-A step may end late, when the models have gone on from ``y_n`` to ``w_n``. What they have learned since counts next
-time, so that nothing is lost, and no update counts twice::
+A step may end late, when the models have trained on from ``y_n`` to ``w_n``. What they have learned since then counts
+in the next averaging, so that no update is lost or counts twice::
 
     x_n' = z' + (1 - alpha) * (y_n - ybar) + (w_n - y_n)
 """
@@ -43,29 +42,29 @@ _CHUNK_BYTES = 64 * 1024**2  # of one model; intermediate results take a few tim
 
 
 class AveragingStep:
-    """One averaging step, which begins after the models have stepped and ends when the models are needed.
+    """One averaging step. It begins after the models have stepped, and ends when the models are needed.
 
     ::
 
         group 0, last stage     B6 B7 | step  begin ----------- end | F0       the sums travel
         group 0, first stage       B6 B7 | step  begin --- end | F0            while other stages go on
 
-    With one group there is nothing to wait for, and nothing is computed before the end, unless that is late. With
+    With one group there is nothing to wait for, and everything is computed at the end, unless the step ends late. With
     several groups, the sums in flight take the memory of one more model (the accumulator), and neither models nor
-    reference may be read or written in between. If the step ends late they may, but for writes to the reference, and
-    there is one more copy of each model.
+    reference may be read or written in between. If the step ends late, models may be read and written and the reference
+    may be read, at the cost of one more copy of each model.
 
     Args:
         models: tensors of each model of this group, after the local steps; N lists of the same shapes.
         reference: mean of the models of all groups before those steps.
         active: number of models of this group that had a batch; the others are unchanged.
-        averaging_group: processes in other groups, all of which begin and end the step as well; None if there are none.
+        averaging_group: processes of all groups, which begin and end the step together; None if there is one group.
         names: names of the tensors, if sums are rounded.
         rounding: how sums are rounded on their way between groups; None: they are not.
-        late: whether the models go on before the end; then the end is that of :meth:`resumed`.
+        late: whether the models train on before the end; then the step is ended by the result of :meth:`resumed`.
 
     Attributes:
-        sums: for a late step, ``sum_n (y_n - z)``; of all groups once :meth:`arrive` has returned.
+        sums: for a late step, ``sum_n (y_n - z)`` of this group, and of all groups once :meth:`arrive` has returned.
         sent: for a late step, ``y_n`` of each model.
     """
 
@@ -109,9 +108,9 @@ class AveragingStep:
         """Return a late step, to be ended now.
 
         Args:
-            models: tensors of each model of this group, which have gone on.
+            models: tensors of each model of this group, which have trained on.
             reference: mean of the models of all groups when the step began.
-            sums: :attr:`sums`, which are used up.
+            sums: :attr:`sums`; they are overwritten.
             sent: :attr:`sent`.
             count: number of models of all groups.
             active: number of models of all groups that had a batch.
@@ -126,7 +125,7 @@ class AveragingStep:
 
     @property
     def count(self) -> int:
-        """The number of models of all groups; waits for the other groups, some of which may be absent."""
+        """The number of models of all groups that take part; reading it waits for the other groups."""
         if self._count is None:
             assert self._averaging_group is not None
             self._count_active()
@@ -170,7 +169,7 @@ class AveragingStep:
 
         Args:
             outer: optimizer of the reference, whose gradient is the negative mean update.
-            alpha: as of :meth:`end`.
+            alpha: as for :meth:`end`.
             frozen: ``id`` of tensors of the reference that are not trained now; they move to the mean.
         """
         over_active = self._over_active()
@@ -182,7 +181,7 @@ class AveragingStep:
             torch._foreach_mul_(drift, -over_active)
             for centre, gradient in zip(part.centres, drift, strict=True):
                 if id(centre) in frozen:
-                    centre.sub_(gradient)  # of the last steps before; else zero
+                    centre.sub_(gradient)  # updates from before it was frozen; otherwise zero
                 else:
                     centre.grad = gradient.to(centre.dtype)
         outer.step()
@@ -247,7 +246,7 @@ class _Part:
         return total
 
     def pulled(self, mean: Sequence[Tensor], alpha: float) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield each model, and ``ybar + (1 - alpha) * (y_n - ybar) + (w_n - y_n)`` in at least single precision."""
+        """Yield each model with ``ybar + (1 - alpha) * (y_n - ybar) + (w_n - y_n)``, in at least single precision."""
         for model, sent in zip(self.models, self._sent or self.models, strict=True):
             diluted = list(torch._foreach_lerp(wide(sent), list(mean), alpha))
             if sent is not model:
@@ -269,14 +268,14 @@ def _move(tensors: Sequence[Tensor], drift: Sequence[Tensor], rate: float) -> No
 
 
 def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in at least single precision; those that have it are not copied."""
+    """Return the tensors in at least single precision; tensors that have it already are not copied."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def chunks(
     models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor]
 ) -> Iterator[tuple[list[list[Tensor]], list[Tensor]]]:
-    """Yield parts of all models and of the reference, of a size that bounds the memory of intermediate results."""
+    """Yield parts of all models and of the reference, which limit the memory of intermediate results by their size."""
     begin, nbytes = 0, 0
     for end, tensor in enumerate(reference, 1):
         nbytes += tensor.numel() * tensor.element_size()

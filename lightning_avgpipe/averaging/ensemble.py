@@ -1,4 +1,4 @@
-"""The ensemble: the parallel models of a module, as far as this process holds them, and their reference model."""
+"""The ensemble: this process's part of the parallel models of a module, and of their reference model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ensemble:
     """The parallel models of a module, their reference, and the optimizers of pipelines 1..N-1.
 
     The module itself is model 0, so the trainer's optimizer is that of pipeline 0. The reference has tensors of its
-    own. To show the reference, its contents are exchanged with those of the module's parameters.
+    own. To show the reference, their contents are exchanged with those of the module's parameters.
 
     Args:
         module: module on its device; parameters of other processes are on meta.
@@ -31,8 +31,8 @@ class Ensemble:
         averaging: options of the averaging.
         observers: modules that only read values (metrics).
         averaging_group: processes that hold the parallel models of other groups; None if there are none.
-        changing: names of parameters that a step changes itself.
-        written: other tensors that a step writes into.
+        changing: names of parameters and buffers that a step itself changes.
+        written: other tensors into which a step writes.
 
     Attributes:
         models: tensors of the models.
@@ -61,10 +61,11 @@ class Ensemble:
     # -- which models there are --------------------------------------------------------------------------------------
 
     def follow(self, size: int) -> bool:
-        """Change the number of parallel models, and give each one a copy of parameters that have begun to train.
+        """Change the number of parallel models, and give each a copy of parameters that were not trained before.
 
-        New models start from the reference, with the optimizer state of group 0's pipeline 0. Those with the highest
-        numbers are dropped; then all others move by the same difference, so that the unmoved reference is their mean.
+        New models start from the reference, with the optimizer state of group 0's pipeline 0. If there are too many,
+        those with the highest numbers are dropped, and the others shift equally, so that the unchanged reference is
+        their mean.
 
         Args:
             size: number of parallel models of this group.
@@ -106,7 +107,7 @@ class Ensemble:
         return True
 
     def dissolve(self, average: bool = True) -> None:
-        """Leave the reference in the module, and drop all other models.
+        """Leave the reference in the module, and drop the parallel models.
 
         Args:
             average: whether training since the last averaging is averaged into the reference first.
@@ -123,7 +124,7 @@ class Ensemble:
                     buffer.copy_(shown.buffers[name])
         self.models.put(own)
 
-    # -- where they are ----------------------------------------------------------------------------------------------
+    # -- relocation --------------------------------------------------------------------------------------------------
 
     def begin_relocation(self) -> None:
         """Prepare for a move of parameters between processes: show pipeline 0's model, and wait for all sums."""
@@ -139,7 +140,7 @@ class Ensemble:
 
     @property
     def belongings(self) -> list[Belongings]:
-        """The data that moves with a parameter, besides the module's tensors and their optimizers' states."""
+        """The data that moves with a parameter, in addition to the module's tensors and their optimizers' states."""
         states = self.optimizers.states()
         if (outer := self.averager.outer) is not None:
             states.append(OptimizerStates([outer], lambda: self.models.reference))
@@ -180,7 +181,7 @@ class Ensemble:
     def showing_reference(self, reference: bool) -> Iterator[None]:
         """Give the module the weights of the reference, or those of pipeline 0, within this context.
 
-        Another model that the module showed before is shown again.
+        Afterwards the module shows the same model as before.
         """
         before, placed = self.models.shown is not None, self.models.placed
         self.show_reference(reference)
@@ -195,7 +196,7 @@ class Ensemble:
 
     @torch.no_grad()
     def restart(self, number: int, alike: int | None) -> None:
-        """Reset a parallel model to the reference, which must not be shown. It takes no part in the coming step.
+        """Reset a parallel model, which is left out of the next step, to the reference, which must not be shown.
 
         Args:
             number: number n of the model, whose gradients are dropped.
@@ -215,13 +216,13 @@ class Ensemble:
         for optimizer in self.optimizers.of(number):
             for state in [optimizer.state[p] for p in model.parameters.values() if p in optimizer.state]:
                 if first_nonfinite({k: value for k, value in state.items() if isinstance(value, Tensor)}):
-                    state.clear()  # an earlier step has spoiled it
+                    state.clear()  # an earlier step has made it infinite or NaN
 
     def take_checksums(self, last: bool) -> None:
-        """Take checksums before hooks run, unless there is one model: then hooks see every model.
+        """Take checksums before hooks run; not for a single model, since hooks see all of it.
 
         Args:
-            last: as of :meth:`Checksums.set`.
+            last: as for :meth:`Checksums.set`.
         """
         if self.models.size > 1 and not self.averager.is_under_way:
             self.checksums.set(last)

@@ -1,4 +1,4 @@
-"""Checks of parallel models between steps: hooks that change one model only, and infinite or NaN values."""
+"""Checks of parallel models between steps: for hooks that change only one model, and for infinite or NaN values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FIRST = 2  # number of first steps after which checksums are taken
 
 
 class Checksums:
-    """Detects hooks that change the weights of pipeline 0 between steps, the only weights that hooks see.
+    """A detector of hooks that change weights between steps: hooks see the weights of pipeline 0 only.
 
-    A hook that clamps weights after each step would leave all other models unchanged, without an error. Most hooks act
-    from the beginning on, or at the end of an epoch. So checksums are taken after the first steps and after the last
-    one of an epoch, and compared when the next step begins.
+    A hook that clamps weights after each step would silently leave all other models unchanged. Most hooks act from the
+    first step on, or at the end of an epoch. So checksums are taken after the first steps and after the last step of an
+    epoch, and compared when the next step begins.
 
     Args:
         weights: weights that hooks see between steps, by name; the mapping is read at each check.
@@ -43,14 +43,14 @@ class Checksums:
             self._marked = list(self._weights), _digests(self._weights)
 
     def forget(self) -> None:
-        """Drop the checksums before this package, or user code that sees all models, changes weights."""
+        """Drop the checksums, because this package, or user code that sees all models, is about to change weights."""
         self._marked = None
 
     def check(self, others: int) -> None:
         """Compare the weights with their checksums, at the beginning of a step.
 
         Args:
-            others: number of models that no hook has seen.
+            others: number of models that hooks do not see, for the message.
 
         Raises:
             ConfigurationError: some weights have changed; the message names them.
@@ -77,7 +77,7 @@ def _digests(weights: Mapping[str, Tensor]) -> Tensor:
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a scalar tensor on the device: 1 if a tensor has an infinite or NaN element, otherwise 0.
 
-    It reads each tensor once, takes about as long as clipping, and does not wait for the device.
+    It reads each tensor once, which takes about as long as clipping, and does not wait for the device.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

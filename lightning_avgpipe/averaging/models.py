@@ -1,4 +1,4 @@
-"""The parallel models' own tensors on this process, of which the module shows those of one model, and their reference.
+"""The tensors of the parallel models on this process, and of their reference. The module shows one model at a time.
 
 ::
 
@@ -6,11 +6,11 @@
                                          <-  model 1: leaves of its own
     module.layer._buffers["mean"]        <-  one for each model
 
-Parameters without gradient that a step changes itself (a momentum encoder) are like buffers: each model has its own,
-and the reference has their mean. Other frozen parameters are shared. Tensors in attributes, lists and objects that a
-step writes into get other memory for each model, but stay the same objects; the reference shows those of model 0. All
-else in a module is shared by the models (states of metrics), or kept by each stage (numbers and lists that a step
-changes).
+Parameters without gradient that a step itself changes (a momentum encoder) are like buffers: each model has its own,
+and the reference has their mean. Other frozen parameters are shared. Tensors in attributes, lists and objects into
+which a step writes stay the same objects, but each model has its own memory for them; the reference uses that of model
+0. Everything else in a module is shared by the models (states of metrics), or kept by each stage (numbers and lists
+that a step changes).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightning_avgpipe.weights.slots import Slot, slots_for
 
 
 class ParallelModel:
-    """One parallel model's own tensors.
+    """The tensors that one parallel model does not share with others.
 
     Attributes:
         number: number n of the model, from 0.
-        parameters: parameters that take the place of the module's, by name.
-        buffers: buffers, and frozen parameters that a step changes, that take the place of the module's, by name.
-        memory: memory of other tensors that a step writes into.
-        sent: parameters, by name, as they were when an averaging began that has not ended and lets the model go on.
+        parameters: parameters that replace the module's, by name.
+        buffers: buffers, and frozen parameters that a step changes, that replace the module's, by name.
+        memory: memory of other tensors into which a step writes.
+        sent: parameters, by name, as they were when a late averaging that has not ended was started.
     """
 
     def __init__(self, number: int) -> None:
@@ -60,18 +60,18 @@ class Models:
     Args:
         module: module as the user made it; its own tensors are in place.
         observers: modules that only read values (metrics), whose buffers belong to no model.
-        changing: names of frozen parameters that a step changes.
-        written: other tensors that a step writes into.
+        changing: names of tensors that a step changes; used for frozen parameters.
+        written: other tensors into which a step writes.
         averaging_group: processes that hold the parallel models of other groups; None if there are none.
 
     Attributes:
-        each: own tensors of each model.
-        own: those of model 0: the module's own parameters and buffers.
+        each: the models of this group.
+        own: model 0, with the module's own parameters and buffers.
         reference: tensors, by name, of all parameters that any process trains; those of other processes are on meta.
-        sums: sums of averagings that have begun and let the models go on, by name of the parameter.
-        shared: buffers of the reference over groups; None if there is one group.
-        placed: what the module has now: a model, or ``shown``.
-        shown: what the module has in the place of model 0 while it shows the reference; None if it does not.
+        sums: sums of late averagings that have not ended, by name of the parameter.
+        shared: buffers of the reference, averaged over groups; None if there is one group.
+        placed: model that the module has now, which may be ``shown``.
+        shown: what the module has in place of model 0 while it shows the reference; None if it does not.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Models:
         return tensors
 
     def tensors(self, names: Collection[str] | None = None) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Return the tensors of some of these parameters, or all, for each model, and those of the reference."""
+        """Return the tensors of each model, and those of the reference, for some or all trained parameters here."""
         names = self.mine if names is None else names
         models = [[model.parameters[name].detach() for name in names] for model in self.each]
         return models, [self.reference[name] for name in names]
@@ -139,7 +139,7 @@ class Models:
         return {name: self.each[number].parameters[name] for name in self.mine}
 
     def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the buffers of model n that have these names, and as ``written i`` other tensors that steps write.
+        """Return the buffers of model n with these names, and, as ``written i``, other tensors that steps write.
 
         Pipeline 0's model must be in the module, and the reference not shown.
         """
@@ -154,7 +154,7 @@ class Models:
 
         Args:
             number: number n of that model.
-            buffers: names of buffers to include; the models may share other buffers.
+            buffers: names of buffers to include.
         """
         self.read_back()
         others = [model for model in self.each if model.number != number]
@@ -182,7 +182,7 @@ class Models:
     # -- which models there are, and of which tensors ------------------------------------------------------------------
 
     def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give each model its own copy of parameters that begin to train. The module's tensors must be in place."""
+        """Give each model its own copy of newly trained parameters. The module's own tensors must be in place."""
         for name in parameters:
             self.own.buffers.pop(name, None)
             self._buffer_slots.pop(name, None)
@@ -198,7 +198,7 @@ class Models:
                 model.buffers.pop(name, None)
 
     def _add(self, names: Collection[str]) -> None:
-        """Let models have these parameters of their own as well. The module's own tensors must be in place."""
+        """Register parameters of which each model has its own. The module's own tensors must be in place."""
         parameters = dict(self._module.named_parameters())
         slots = slots_for(self._module, [parameters[name] for name in names])
         for name in names:
@@ -214,7 +214,10 @@ class Models:
         return leaf
 
     def resize(self, size: int) -> None:
-        """Drop models, or add models that start from the reference, up to ``size``. The reference must not be shown."""
+        """Drop models, or add models that start from the reference, so that there are ``size`` of them.
+
+        The reference must not be shown.
+        """
         del self.each[size:]
         buffers = self._mean_buffers() if self.size < size else {}
         while self.size < size:
@@ -227,7 +230,7 @@ class Models:
     # -- which of them the module shows --------------------------------------------------------------------------------
 
     def put(self, model: ParallelModel) -> None:
-        """Put a model into the module, unless it is there."""
+        """Put a model's tensors into the module, unless they are there."""
         if model is self.placed:
             return
         placed = self.placed
@@ -245,12 +248,12 @@ class Models:
         self.placed = model
 
     def read_back(self) -> None:
-        """Note buffers that user code has assigned anew."""
+        """Take over buffers that user code has replaced by other tensors in the module."""
         for name, slots in self._buffer_slots.items():
             self.placed.buffers[name] = slots[0].get()
 
     def show(self, reference: bool) -> None:
-        """Put the reference into the place of model 0 in the module, or model 0 again."""
+        """Put the reference into the module in place of model 0, or model 0 back."""
         own, self.shown = self.own, None
         if reference:
             self.shown = ParallelModel(0)
@@ -263,7 +266,7 @@ class Models:
 
 
 class ModelTensors:
-    """The tensors of models 1..N-1, of the reference, and of its buffers over groups, as they move between processes.
+    """The tensors of models 1..N-1, the reference, and its buffers over groups, for moves between processes.
 
     Args:
         models: parallel models; the module shows model 0.
@@ -275,7 +278,7 @@ class ModelTensors:
         self._shared = {} if models.shared is None else models.shared.buffers
 
     def held(self, name: str) -> dict[str, Any]:
-        """Return the tensors under a name, those of models with their gradients."""
+        """Return the tensors of a name; those of the models with their gradients."""
         self._models.read_back()
         found = [model.parameters.get(name, model.buffers.get(name)) for model in self._others]
         return {
@@ -287,7 +290,7 @@ class ModelTensors:
 
     @torch.no_grad()
     def put(self, name: str, item: Mapping[str, Any]) -> None:
-        """Store what another process held. The module's own tensor must be there already."""
+        """Store the tensors of a name from another process. The module's own tensor must be here already."""
         self._models.read_back()
         for part, tensor in zip(self._late(), item["late"], strict=True):
             part.update({} if tensor is None else {name: tensor})
@@ -322,18 +325,18 @@ class ModelTensors:
 
 
 class SharedBuffers:
-    """The buffers of the reference, as of the last averaging, if the parallel models are in several groups.
+    """The buffers of the reference at the last averaging, if the parallel models are in several groups.
 
-    One group averages its buffers when the reference is shown. That may happen in a single process, so several groups
-    average buffers together with parameters, in which all of them take part.
+    One group averages its buffers when the reference is shown. A single process may show it, so several groups average
+    buffers when they average parameters, in which all of them take part.
 
     Args:
         buffers: buffers of the module, equal in all groups at the beginning.
         averaging_group: processes in other groups.
 
     Attributes:
-        buffers: by name: the mean of floating-point and complex buffers, group 0's pipeline 0 for others; sparse ones
-            are this group's.
+        buffers: buffers by name: the mean of floating-point and complex buffers, and of others those of group 0's
+            pipeline 0; sparse ones are those of this group.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], averaging_group: TensorCollectives) -> None:
@@ -342,7 +345,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def begin(self, models: Sequence[Mapping[str, Tensor]]) -> Callable[[], None]:
-        """Begin to average the buffers over all groups' models. All processes of the averaging group call it.
+        """Start to average the buffers over the models of all groups. All processes of the averaging group call it.
 
         Args:
             models: buffers of each model of this group.
@@ -351,7 +354,7 @@ class SharedBuffers:
             A function that waits for the mean and stores it.
 
         Raises:
-            ConfigurationError: a buffer has changed its shape, which another group may not have done.
+            ConfigurationError: a buffer has changed its shape, which may differ between groups.
         """
         sparse = [name for name, centre in self.buffers.items() if not is_strided(centre)]
         self.buffers |= {name: models[0][name].detach().clone() for name in sparse if not models[0][name].is_meta}
@@ -378,8 +381,8 @@ class SharedBuffers:
             if model[name].shape != centre.shape:
                 raise ConfigurationError(
                     f"buffer '{name}' had the shape {tuple(centre.shape)} and has {tuple(model[name].shape)} now, but "
-                    "groups of processes average buffers; use one group (num_stages as many as devices), or a buffer "
-                    "of a fixed shape"
+                    "groups of processes average buffers, which needs equal shapes; use one group (num_stages as many "
+                    "as devices), or a buffer of a fixed shape"
                 )
         if not _has_mean(centre):
             return models[0][name].to(torch.int64, copy=True)
@@ -387,7 +390,7 @@ class SharedBuffers:
 
 
 def _deviation(tensor: Tensor, centre: Tensor) -> Tensor:
-    """Return tensor - centre in at least single precision; 0 where they are equal, also where both are infinite."""
+    """Return tensor - centre in at least single precision; 0 where they are equal, even where both are infinite."""
     tensor, centre = wide((tensor.detach(), centre.detach()))
     return torch.where(tensor == centre, torch.zeros_like(centre), tensor - centre)
 
@@ -398,5 +401,5 @@ def _has_mean(buffer: Tensor) -> bool:
 
 
 def _alike(tensor: Tensor, contents: Tensor) -> Tensor:
-    """Return contents as a frozen parameter or as a buffer, whichever the tensor is."""
+    """Return contents as a frozen parameter if the tensor is a parameter, and else as they are, for a buffer."""
     return nn.Parameter(contents.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else contents

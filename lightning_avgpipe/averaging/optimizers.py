@@ -22,10 +22,10 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
 
-_TRIED_RATE = 0.1  # smallest learning rate of these steps
-_TRIED_STEPS = 10  # estimates of several optimizers grow slowly
-_HOOKS = "_hooks"  # ending of the names of an optimizer's registries of hooks
-States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
+_TRIED_RATE = 0.1  # smallest learning rate of trial steps
+_TRIED_STEPS = 10  # number of trial steps; estimates of several optimizers grow slowly
+_HOOKS = "_hooks"  # how the names of an optimizer's dictionaries of hooks end
+States = Mapping[int, Mapping[str, Any]]  # state of each parameter, by its position among the optimizer's parameters
 
 
 class ModelOptimizers:
@@ -33,7 +33,7 @@ class ModelOptimizers:
 
     Args:
         own: returns the current optimizers of pipeline 0.
-        models: models that they train.
+        models: models that the optimizers train.
         averaging_group: processes that hold the parallel models of other groups; None if there are none.
     """
 
@@ -50,9 +50,9 @@ class ModelOptimizers:
         return self._clones[number] if number else list(self._own())
 
     def resize(self) -> None:
-        """Drop the optimizers of models that have gone, and make those of new models.
+        """Drop the optimizers of models that were dropped, and make those of new models.
 
-        They begin with the state of group 0's pipeline 0, for which all groups call this method.
+        New optimizers start with the state of group 0's pipeline 0, so all groups must call this method.
         """
         del self._clones[self._models.size :]
         if len(self._clones) == self._models.size:
@@ -67,11 +67,11 @@ class ModelOptimizers:
 
     @functools.cached_property
     def counted(self) -> list[Collection[str]]:
-        """For each optimizer the names of what its steps set in its groups, such as a number; models have their own."""
+        """For each optimizer, the names of group values that its steps set (a step count), which each model keeps."""
         return [set_by_steps(optimizer) for optimizer in self._own()]
 
     def _places(self, model: ParallelModel) -> dict[int, Tensor]:
-        """Return ``id -> tensor`` of the model's tensor for each of the module's own."""
+        """Return the model's parameter for each of the module's own, by the ``id`` of the latter."""
         return {id(p): model.parameters[name] for name, p in self._models.own.parameters.items()}
 
     def follow(self, only: Optimizer | None = None) -> None:
@@ -94,18 +94,18 @@ class ModelOptimizers:
         ]
 
     def check(self, module: nn.Module) -> None:
-        """Check that each model can have a copy of everything that is trained.
+        """Check that each model can have its own copy of everything that is trained.
 
         Raises:
-            ConfigurationError: an optimizer trains something that is not a parameter of the module, or holds weights
-                of two kinds.
+            ConfigurationError: an optimizer trains something that is not a parameter of the module, or has separate
+                weights for evaluation.
         """
         known = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._own():
             if holds_two_kinds(optimizer):
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} has a method eval, which turns the weights of one model into others "
-                    "for evaluation, but what is evaluated is the reference of parallel models, which no optimizer "
+                    f"{type(optimizer).__name__} has a method eval, which changes the weights of one model for "
+                    "evaluation, but with parallel models the reference is evaluated, which no optimizer "
                     "knows; use another optimizer, such as AdamW, or num_pipelines=1"
                 )
             for parameter in parameters_in(optimizer):
@@ -120,14 +120,13 @@ class ModelOptimizers:
 def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor], with_state: bool = True) -> Optimizer:
     """Return an optimizer like another one, with a copy of its state, for other parameters.
 
-    ``copy.deepcopy`` alone would lose attributes that some classes add, and would copy the objects that hooks are bound
-    to.
+    ``copy.deepcopy`` alone would lose attributes that some classes add, and would copy the objects to which hooks are
+    bound.
 
     Args:
         optimizer: optimizer of model 0. A scheduler may have patched its ``step``; that of the clone is not patched.
-        own: parameter that takes the place of each of its parameters, by ``id``; parameters that are missing are
-            shared.
-        with_state: whether it has a copy of the state; else it has none.
+        own: parameter that replaces each of its parameters, by the ``id`` of the latter; those not in it are shared.
+        with_state: whether the clone gets a copy of the state, or starts without one.
     """
     memo: dict[int, Any] = {id(p): own.get(id(p), p) for p in parameters_in(optimizer)}
     made = object.__new__(type(optimizer))
@@ -146,8 +145,8 @@ def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor], cou
     Args:
         made: the clone.
         optimizer: optimizer of model 0.
-        own: as of :func:`clone_optimizer`.
-        counted: names of what steps set in a group, of which the clone keeps its own.
+        own: as for :func:`clone_optimizer`.
+        counted: names of group values that steps set, of which the clone keeps its own.
     """
     groups = []
     for i, group in enumerate(optimizer.param_groups):
@@ -158,11 +157,11 @@ def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor], cou
     made.param_groups[:] = groups
 
 
-# -- what an optimizer does, found by trying --------------------------------------------------------------------------
+# -- what an optimizer does, found by a trial -------------------------------------------------------------------------
 
 
 class _Group(dict[str, Any]):
-    """A group of parameters that notes what a step sets in it."""
+    """A parameter group that notes the names of values that a step sets in it."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         super().__init__(group)
@@ -174,7 +173,7 @@ class _Group(dict[str, Any]):
 
 
 def set_by_steps(optimizer: Optimizer) -> Collection[str]:
-    """Return the names of what an optimizer's steps set in its groups; none if it cannot be tried."""
+    """Return the names of values that an optimizer's steps set in its groups; none if it cannot be tried."""
     try:
         groups: Any = tried(optimizer).param_groups
     except Exception:  # of any type: it is the user's code
@@ -183,11 +182,11 @@ def set_by_steps(optimizer: Optimizer) -> Collection[str]:
 
 
 def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
-    """Return an optimizer like another one after a few steps, with small parameters: two in the first group.
+    """Return a clone of an optimizer, after a few steps on small random parameters: two in the first group.
 
     Args:
-        optimizer: optimizer that stays as it is.
-        together: whether all parameters have gradients; else the first one alone.
+        optimizer: optimizer to clone; it does not change.
+        together: whether all parameters have gradients, or only the first one.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -203,7 +202,7 @@ def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
             vars(made)[name] = OrderedDict()
     made.param_groups[:] = [_Group({**group, "params": [to]}) for (group, _), to in zip(groups, small, strict=True)]
     for group in made.param_groups:
-        if isinstance(group.get("lr"), (int, float)):  # a scheduler may begin at 0
+        if isinstance(group.get("lr"), (int, float)):  # a schedule may begin at 0
             dict.update(group, lr=max(group["lr"], _TRIED_RATE))
     first, further = small[0], nn.Parameter(like(small[0]))
     made.param_groups[0]["params"].append(further)
@@ -212,13 +211,13 @@ def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
             for parameter in (first, further, *small[1:]):
                 gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
                 parameter.grad = gradient if together or parameter is first else None
-            torch.default_generator.manual_seed(step)  # of an optimizer that adds noise
+            torch.default_generator.manual_seed(step)  # for optimizers that add noise
             made.step()
     return made
 
 
 def holds_two_kinds(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer exchanges weights of training for those of evaluation, as schedule-free ones do."""
+    """Return whether an optimizer has separate weights for training and evaluation, as schedule-free ones do."""
     return callable(getattr(optimizer, "eval", None))
 
 
@@ -228,7 +227,7 @@ def parameters_in(optimizer: Optimizer) -> list[Tensor]:
 
 
 def states_of(optimizer: Optimizer) -> States:
-    """Return the states of an optimizer's parameters; those of a parameter are a new dictionary of the same values."""
+    """Return the states of an optimizer's parameters, each as a new dictionary with the same values."""
     return {i: dict(optimizer.state[p]) for i, p in enumerate(parameters_in(optimizer)) if optimizer.state.get(p)}
 
 
@@ -244,7 +243,7 @@ class _Described(NamedTuple):
 
 
 def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCollectives) -> list[States]:
-    """Return copies of the states of group 0's optimizers, one for each optimizer. All processes of the group call it.
+    """Return copies of the states of group 0's optimizers. All processes of the averaging group call it.
 
     Args:
         optimizers: optimizers of the same parameters in all groups; their states may differ.
@@ -266,7 +265,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCo
 
 
 def _memory(entry: Any, device: torch.device) -> Any:
-    """Return a parameter's state with memory in place of what is described; other values as they are."""
+    """Return a parameter's state with an empty tensor in place of each description; other values as they are."""
     leaves, spec = tree.flatten(entry, lambda node: isinstance(node, _Described))
     made = [
         torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_host else device)

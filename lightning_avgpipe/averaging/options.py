@@ -63,63 +63,64 @@ class Averaging:
         alpha: fraction of its distance to the mean that a parallel model moves at each averaging, from 0 (none) to 1
             (all models become equal). None: 1/N, or 1 with ``split_batches``.
         outer_lr: step of the reference at each averaging, as a multiple of the mean of the models' updates. ``"auto"``:
-            the square root of the number of batches in a step, for learning rates that suit a single model: that of N,
-            or 1 with ``split_batches``. With 1, the mean, N models learn from N batches about as much as one from a
-            single batch of N times the size. With N, the sum, they may learn as
-            much as one from N batches one after the other, but only where a single model would bear a higher learning
-            rate too. See ``benchmarks/statistical_efficiency.py``.
+            the square root of the number of batches in a step (N, or 1 with ``split_batches``), for learning rates that
+            suit a single model. With 1 (the mean), N models learn from N batches about as much as one model from a
+            single batch of N times the size. With N (the sum), they may learn as much as one model from N batches one
+            after the other, but only where a single model would also tolerate a higher learning rate. See
+            ``benchmarks/statistical_efficiency.py``.
         outer_optimizer: function that makes the optimizer of the reference model from its parameters:
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. The gradient of the reference is the
-            negative mean update. Takes the place of ``outer_lr``.
-        every: number of optimizer steps from one averaging to the next. In between the reference does not move, and
-            evaluation and checkpoints use it as it is. Training ends with an averaging, so that the module holds all
-            training. A resumed run goes on as if training had not ended.
+            negative mean update. It replaces ``outer_lr``.
+        every: number of optimizer steps from one averaging to the next. In between the reference does not change, and
+            evaluation and checkpoints use it as it is. Training ends with an averaging, so the final module includes
+            all updates. A resumed run continues as if training had not ended.
         fragments: number of parts of the parameters, of about equal size, that are averaged one after the other, spread
-            evenly over the ``every`` steps. Groups then exchange a part at a time.
-        delay: number of optimizer steps from when training is sent to the other groups until it is averaged; less than
-            ``every``. Meanwhile the models go on, and what they learn counts at the next averaging. The place is fixed,
-            so that results do not depend on the timing. Takes memory for one more copy of each model, in parts.
-        wire: format in which updates travel between groups. None: as they are, in at least single precision.
-            ``"bf16"``, ``"int8"``: as in :class:`Links`, rounded once; each process receives those of all other groups.
-            All groups average the same rounded numbers.
+            evenly over the ``every`` steps. Groups then exchange one part at a time.
+        delay: number of optimizer steps from when updates are sent to the other groups until they are averaged; less
+            than ``every``. Meanwhile the models train on, and what they learn counts at the next averaging. The step is
+            fixed, so that results do not depend on the timing. Takes memory for one more copy of each model, in parts.
+        wire: format in which updates travel between groups. None: at least single precision. ``"bf16"``, ``"int8"``: as
+            in :class:`Links`, rounded once; each process receives those of all other groups. All groups average the
+            same rounded numbers.
         rolling: whether a pipeline begins its next batch as soon as its own model has stepped, while other pipelines
-            are still at the last batch. The pipelines then never drain together, and two fill each other's idle time
-            almost wholly. Each model is averaged with the reference alone, after its own step, in a fixed order. So
-            results do not depend on the timing, but they differ from those without rolling. The batches of one
-            iteration are read ahead. Hooks, logs, schedulers and checkpoints come as without rolling; a validation, a
-            checkpoint every n steps and the end of an epoch let the pipelines drain. What a step reads must not be
-            changed by a hook between two batches. With one pipeline nothing changes. ``"auto"``: rolling, unless the
+            are still at the last batch. The pipelines then never drain together, and two pipelines fill each other's
+            idle time almost completely. Each model is averaged with the reference by itself, after its own step, in a
+            fixed order. So results do not depend on the timing, but they differ from those without rolling. The batches
+            of one iteration are read ahead. Hooks, logs, schedulers and checkpoints come as without rolling; before a
+            validation, a checkpoint every n steps and the end of an epoch the pipelines drain. A hook must not change
+            between two batches what a step reads. With one pipeline it has no effect. ``"auto"``: rolling, unless the
             first batch shows something that rolling refuses; then a line in the log says why, and anything found later
-            is an error. With :class:`AvgPipeTuner` also only where less time to a goal is predicted with it.
-        split_batches: whether the N pipelines of a group divide each batch among them, so that a step trains one batch,
-            as with a single model; else each reads batches of its own, and N batches make a step. A micro-batch then
-            has an (N M)th of a batch. The models become equal at each averaging. Steps and schedulers stay those of a
-            single model, and so does about the number of samples to a goal. It saves time with ``rolling`` only.
+            is an error. With :class:`AvgPipeTuner`, it is also used only if it is predicted to shorten the time to a
+            goal.
+        split_batches: whether the N pipelines of a group divide each batch among themselves, so that a step trains on
+            one batch, as with a single model. A micro-batch is then an (N M)th of a batch. Otherwise each pipeline
+            reads its own batches, and N batches make a step. The models become equal at each averaging. Steps and
+            schedulers stay those of a single model, and so, roughly, does the number of samples to a goal. It saves
+            time only with ``rolling``.
         groups: number of groups of processes, each with all stages and parallel models of its own: ``devices=8``,
             ``num_stages=4``, ``groups=2`` train two models (or twice ``num_pipelines``) with slow links between the
             groups. Each group trains on its own part of the data, by a distributed sampler as with ddp, and evaluates
-            on all of it; rank 0 is in group 0. N counts the models of all groups. None: one group, or as many as
-            ``processes_per_device``.
-        processes_per_device: number of groups that share the same devices, each with processes of its own:
-            ``devices=2``, ``processes_per_device=2`` are four processes, two groups of two stages. They train what as
-            many pipelines of one process do, with the same numbers, as the AvgPipe paper arranges it. This is for
-            kernels too small for one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several
+            on all of it; rank 0 is in group 0. N counts the models of all groups. None: one group, or
+            ``processes_per_device`` groups.
+        processes_per_device: number of groups that share the same devices, each with its own processes: ``devices=2``,
+            ``processes_per_device=2`` are four processes, two groups of two stages. Results are the same as with as
+            many pipelines in one process; this is the arrangement of the AvgPipe paper. It helps if kernels are too
+            small for one process to keep a device busy. On CUDA start NVIDIA's MPS, or kernels of different
             processes take turns. Each process has a context on the device, and the reference is averaged over the host,
-            since NCCL connects no device with itself. A launcher (torchrun, SLURM) must start this many processes for
-            each device.
-        streams: whether each of several pipelines puts its work on a stream of its own, so that the ready work of one
-            never queues behind a message that another waits for, and kernels of several share an accelerator; else
-            pipelines take turns on one stream. Streams begin with the second batch, because a step may make objects in
-            the first one that it keeps; and they are not used if the step changes attributes, which pipelines share.
-            Each stream has memory of its own that others cannot reuse. The host has no streams, so there it changes
-            nothing.
-        save_models: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
-            the same bits. Without them, or with another N, the models start from the reference.
+            since NCCL cannot connect a device with itself. A launcher (torchrun, SLURM) must start this many processes
+            for each device.
+        streams: whether each of several pipelines puts its work on its own stream, so that the ready work of one never
+            queues behind a message for which another waits, and kernels of several pipelines share an accelerator;
+            otherwise pipelines take turns on one stream. Streams are used from the second batch on, because a step may
+            create objects in the first one that it keeps. They are not used if the step changes attributes, which
+            pipelines share. Memory of one stream cannot be reused by others. On the CPU this has no effect.
+        save_models: whether checkpoints hold the parallel models and their optimizers, so that a resumed run continues
+            bit for bit. Without them, or with another N, the models start from the reference.
         on_nonfinite: what to do before a step in which a model's gradient is infinite or NaN: ``"raise"`` ends training
             with the name of the tensor; ``"skip"`` leaves that model out of the step and of the averaging, and resets
             it to the reference, and ``avgpipe/skipped_models`` counts this; None checks nothing. ``"auto"``:
-            ``"raise"`` for parallel models, whose reference would be lost with one of them, and None for a single one,
-            as with any strategy. A loss scaler (``precision="16-mixed"``) skips such steps by itself, of all models.
+            ``"raise"`` for parallel models, because one of them would spoil their reference, and None for a single one,
+            as with any strategy. A loss scaler (``precision="16-mixed"``) skips such steps of all models by itself.
     Raises:
         ConfigurationError: an option has a value that cannot work.
 

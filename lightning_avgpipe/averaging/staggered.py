@@ -1,30 +1,31 @@
-"""Averaging without a barrier: each model is averaged at the end of its own iteration, while others go on.
+"""Averaging without a barrier: each model is averaged at the end of its own iteration, while others train on.
 
 ::
 
     pipeline 0   .. t ..|end|.. t+1 ..|end|            ends come in the order (iteration, pipeline), whatever
-    pipeline 1      .. t ..|end|.. t+1 ..|end|         the timing is, so the numbers depend on the order alone
+    pipeline 1      .. t ..|end|.. t+1 ..|end|         the timing, so results depend on this order only
 
-With x the model at the beginning of its iteration, delta its optimizer's update, z the reference, and ``z_t`` the
-reference after the last end of the previous iteration, which is known at each end of this one::
+Let x be the model at the beginning of its iteration, delta its optimizer's update, z the reference, and ``z_t`` the
+reference after the last end of the previous iteration, which is known at each end of this one. Then::
 
     x' = x + outer_lr delta - alpha (x - z_t)
     z' = z + outer_lr delta / N                   at each end
 
-After the last end of an iteration the reference is the mean of the models, since ``x - z_t`` sums to zero, and nothing
-is pending. Differences that rounding leaves shrink by ``1 - alpha`` from iteration to iteration. A single model is
-trained plainly, if ``outer_lr`` is 1.
+After the last end of an iteration the reference is the mean of the models, since ``x - z_t`` sums to zero, and no
+update is pending. Differences due to rounding shrink by a factor of ``1 - alpha`` in each iteration. With
+``outer_lr=1``, a single model trains as without averaging.
 
-With several groups of processes no end waits for those of another group. The updates of a group's models in an
-iteration are summed over the groups while the next one runs, and are added to the reference at its last end::
+With several groups of processes no end waits for another group. The updates of a group's models in an iteration are
+summed over the groups while the next iteration runs, and are added to the reference at its last end::
 
     group 0   .. t ..|ends|.. t+1 ..|ends|         sums of t on their way: ----
     group 1     .. t ..|ends|.. t+1 ..|ends|
                           ------->  in z, at a fixed end, so the bits do not depend on the timing either
 
-Until then a group uses its own mean update for that of all groups: ``z_t`` is the reference of an iteration before,
-plus ``outer_lr / N`` times the sum of the group's own deltas of that iteration. The sum of ``x - z_t`` over all models
-is zero as before, so the reference stays their mean, and differences between groups shrink as those between models do.
+Until then a group uses its own mean update in place of that of all groups: ``z_t`` is the reference of one iteration
+before, plus ``outer_lr / N`` times the sum of the group's own deltas of that iteration. The sum of ``x - z_t`` over all
+models is zero as before, so the reference stays their mean, and differences between groups shrink like those between
+models.
 """
 
 from __future__ import annotations
@@ -42,15 +43,14 @@ from lightning_avgpipe.errors import ScheduleError
 class StaggeredAveraging:
     """An averaging of parallel models one at a time.
 
-    It takes the memory of N + 1 models, with several groups of N + 3, besides the models and the reference.
+    In addition to the models and the reference, it takes the memory of N + 1 models, or N + 3 with several groups.
 
     Args:
         models: tensors of each model, all at the end of the same iteration; N lists of the same shapes.
         reference: mean of the models.
         alpha: fraction of its distance to the reference that a model moves, 0..1.
         outer_lr: step of the reference, as a multiple of the mean update.
-        averaging_group: processes that hold the models of other groups, all of which begin and end with this one; None
-            if there are none.
+        averaging_group: processes of all groups, which begin and end models together; None if there is one group.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class StaggeredAveraging:
         self._next = 0
         self._known = [tensor.detach().clone() for tensor in self._reference]
         self._averaging_group = averaging_group
-        # what this group's models add in this iteration, and did in the last one: the latter, summed over the groups
+        # updates of this group's models in this iteration, and in the last one; the latter are summed over the groups
         several = [] if averaging_group is None else wide(reference)
         self._moves, self._sums = ([torch.zeros_like(tensor) for tensor in several] for _ in range(2))
-        self._arrive: Callable[[], None] | None = None  # ends the sum that began last
+        self._arrive: Callable[[], None] | None = None  # waits for the sum that was started last
 
     @torch.no_grad()
     def end(self, number: int) -> None:
         """Average a model in place, after its optimizer has stepped. Then its next iteration may begin.
 
         Args:
-            number: number n of the model; models come in turn.
+            number: number n of the model; models take turns in the order of their numbers.
 
         Raises:
             ScheduleError: it is the turn of another model.
@@ -103,9 +103,9 @@ class StaggeredAveraging:
             self._tell(self._averaging_group)
 
     def _tell(self, averaging_group: TensorCollectives) -> None:
-        """Begin to sum this iteration's moves over the groups, once all models of this group have ended it."""
+        """Start to sum this iteration's updates over the groups; all models of this group have ended the iteration."""
         self.catch_up()
-        # the moves of other groups in this iteration are not known yet
+        # the updates of other groups in this iteration are not known yet
         torch._foreach_copy_(self._known, torch._foreach_add(wide(self._reference), self._moves))
         self._sums, self._moves = self._moves, self._sums
         torch._foreach_zero_(self._moves)
@@ -113,7 +113,7 @@ class StaggeredAveraging:
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Wait for the sums of the last iteration that has ended here, so that the reference is the mean of all models.
+        """Wait for the sums of the last ended iteration, so that the reference is the mean of all models.
 
         Later results do not depend on whether this method is called.
         """
@@ -126,6 +126,6 @@ class StaggeredAveraging:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Wait for the last sums, and continue from there as if training had just begun. All groups call it."""
+        """Wait for the last sums, and continue as if training began with these models. All groups call it."""
         self.catch_up()
         torch._foreach_copy_(self._known, self._reference)
