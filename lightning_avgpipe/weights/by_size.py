@@ -1,4 +1,4 @@
-"""Stages by size: a module divided for memory alone, where no order of calls is known."""
+"""Stages by size: division of a module by the memory of its parameters, if the order of calls is not known."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_avgpipe.planning.memory import Need, nbytes
 from lightning_avgpipe.planning.plan import Plan, StagePlan, first_to_last
 from lightning_avgpipe.utils.names import is_within, joined, table
 
-_ABOVE_BEST = 1.2  # limit of the largest stage, relative to the least possible one, to keep modules in one piece
+_ABOVE_BEST = 1.2  # largest stage allowed, relative to the smallest possible one, to keep modules in one piece
 
 
 @dataclass(frozen=True)
 class SizePlan(Plan):
-    """A plan that only says which stage owns what; the order of calls is not known."""
+    """A plan that only assigns parameters and buffers to stages; the order of calls is not known."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "memory")]
@@ -39,19 +39,19 @@ def divide_by_size(
     limit: float = math.inf,
     ignore: Collection[nn.Module] = (),
 ) -> SizePlan:
-    """Give every submodule with parameters to one stage, in the order in which they were registered.
+    """Assign the submodules with parameters to stages, in the order in which they were registered.
 
-    The largest stage is as small as possible, or up to a fifth larger if larger modules then stay in one piece. Modules
-    that share a parameter are on the same stage. If the children of a module are on several stages, no stage owns the
-    parameters of the module itself: all processes keep them.
+    The largest stage is as small as possible, or up to a fifth larger if that keeps larger modules in one piece.
+    Modules that share a parameter are on the same stage. If the children of a module are on several stages, no stage
+    owns the parameters of the module itself, and all processes keep them.
 
     Args:
         module: module to divide.
         num_stages: number of stages, K.
         held: bytes of weight, gradient and optimizer state of each parameter, by full name.
-        split_points: names of the submodules at which stages 1.. begin; None balances the stages.
+        split_points: names of the submodules at which the stages after the first begin; None balances the stages.
         limit: most bytes that a stage may use.
-        ignore: modules that only observe, which no stage owns.
+        ignore: modules that only observe (metrics), which no stage owns.
     Raises:
         PartitionError: too few modules have parameters, a split point names no submodule with parameters, or a stage
             exceeds the limit.
@@ -79,7 +79,7 @@ def divide_by_size(
 
 
 def _is_atom(part: nn.Module) -> bool:
-    """Return whether a module uses the parameters of its children itself."""
+    """Return whether a module itself uses the parameters of its children, so that it cannot be divided."""
     return isinstance(part, nn.MultiheadAttention)
 
 
@@ -97,12 +97,12 @@ def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> 
 
 
 def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list[int]:
-    """Return where stages 1.. begin. The largest stage is near its least size; few modules are divided."""
+    """Return the cuts between stages that divide the fewest modules while the largest stage is near its optimum."""
     count = len(names)
     sums = [0, *itertools.accumulate(weights)]
     limit = _smallest_limit(weights, num_stages) * _ABOVE_BEST
     depths = [0, *(_common(a, b) for a, b in itertools.pairwise(names)), 0]
-    # for each possible end of a stage: the sum of depths of the cuts so far, and where the stage began
+    # for each possible end of a stage: the least sum of the depths of cuts so far, and where that stage begins
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
     for _ in range(num_stages):
         before = best[-1]
@@ -123,7 +123,7 @@ def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list
 
 
 def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
-    """Return the least size that the largest stage can have."""
+    """Return the smallest size that the largest stage can have."""
 
     def suffices(limit: int) -> bool:
         stages, size = 1, 0
@@ -137,7 +137,7 @@ def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
 
 
 def _common(one: str, other: str) -> int:
-    """Return how many ancestors two modules share, by their names."""
+    """Return how many ancestors two modules have in common, by their names."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -162,7 +162,7 @@ def _cuts_at(names: Sequence[str], split_points: Sequence[str], num_stages: int)
 def _plan(
     module: nn.Module, num_stages: int, stage_of: Mapping[str, int], held: Mapping[str, int], limit: float
 ) -> SizePlan:
-    """Make the plan. A module whose parts are all on one stage belongs to that stage, with everything in it."""
+    """Make the plan. A module whose parts are all on one stage belongs to it as a whole."""
     canonical = {id(p): name for name, p in module.named_parameters()}
     buffers = {id(b): name for name, b in module.named_buffers()}
     owner: dict[str, int] = {}

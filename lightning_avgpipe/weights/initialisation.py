@@ -1,11 +1,11 @@
-"""Weights that nobody holds yet: parameters on the meta device, initialised or read from files part by part.
+"""Weights that no process holds yet: parameters on the meta device, initialised or read from files part by part.
 
-A module is initialised alone, by the conventions that exist for it: its ``reset_parameters()``, then
-``_init_weights(module)`` of the nearest module above it that has one (transformers, nanoGPT). Its parent may adjust
-what it just got (scaled residual projections; ``nn.MultiheadAttention``). Random numbers are seeded by (seed, path of
-the module), so the weights depend neither on the number of stages nor on the process that asks, nor on the order.
+Each module is initialised by itself, by the usual conventions: its ``reset_parameters()``, then
+``_init_weights(module)`` of the nearest module above it that has one (transformers, nanoGPT). Then its parent may
+adjust the result (scaled residual projections; ``nn.MultiheadAttention``). Random numbers are seeded by (seed, path of
+the module), so the weights depend neither on the number of stages nor on the process or the order.
 
-Nothing is written into the module itself: its parts are initialised in shadows, which share everything else with it.
+Nothing is written into the module itself: it is initialised in a shadow, an object that shares everything else with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Origin:
         seed: seed of the run, the same on all ranks.
         device: device on which to initialise.
         loaded: entries of a checkpoint, which take precedence over initialisation; they may be mapped from a file.
-        only_examples: whether nobody will hold the contents, so that zeros will do.
+        only_examples: whether no process will train with the contents, so that zeros suffice.
     Raises:
         ConfigurationError: a module with contents on meta has no method that initialises it.
     """
@@ -67,14 +67,14 @@ class Origin:
 
         Args:
             names: full names, as in ``named_parameters()``.
-            example: whether other numbers will do for what lies in files, because a step is only captured with them.
+            example: whether other numbers may replace what is in files, because a step is only captured with them.
         """
         found: dict[str, Tensor] = {}
         for name in names:
             if name in found:
                 continue
             parameter = self._module.get_parameter(name)
-            if self.only_examples and type(parameter) is nn.Parameter:  # others are more than their contents
+            if self.only_examples and type(parameter) is nn.Parameter:  # subclasses have more than contents
                 found[name] = zeros_like(parameter, self._device)
                 continue
             if name in self._loaded:
@@ -92,7 +92,7 @@ class Origin:
         return found
 
     def forget_examples(self) -> None:
-        """Remove what reading examples has left in parameters without contents."""
+        """Remove what reading examples has attached to parameters without contents."""
         for name, note in self._notes.items():
             if (parameter := self._module.get_parameter(name)).is_meta:
                 note.stored.forget(parameter)
@@ -135,37 +135,37 @@ class Origin:
             )
 
     def _absent(self, path: str, module: nn.Module) -> list[str]:
-        """Return what a module owns directly on meta, of which no file and no checkpoint has the contents."""
+        """Return the names of tensors that a module owns directly on meta, and that no file or checkpoint contains."""
         absent = {joined(path, leaf): leaf for leaf, tensor in _own(module).items() if tensor.is_meta}
         return [leaf for name, leaf in absent.items() if name not in self._loaded and name not in self._notes]
 
     def _check_not_lost(self, name: str) -> None:
-        """Raise if a parameter to initialise may have taken the place of one that lies in files."""
+        """Raise ConfigurationError if a parameter to initialise may have replaced one that is in files."""
         used = {note.key for note in self._notes.values()}
         lost = next((key for note in self._notes.values() for key in note.stored.keys if key not in used), None)
         if lost is not None:
             raise ConfigurationError(
                 f"'{name}' is on the meta device and in no file, while '{lost}' of the files is no longer in the "
-                "module: what takes the place of a parameter without contents (resize_token_embeddings) loses them. "
-                "Change the model on one process before, and write it with save_pretrained; or build what is new "
+                "module: replacing a parameter whose contents are not read yet (resize_token_embeddings) loses them. "
+                "Change the model on one process first, and write it with save_pretrained; or build what is new "
                 "outside of torch.device('meta')"
             )
 
     def _check_unwritten(self) -> None:
-        """Raise if something was written into a parameter before a run began, which would be lost."""
+        """Raise ConfigurationError if a parameter was written into before the run, because that would be lost."""
         for name, note in self._notes.items():
             parameter = self._module.get_parameter(name)
             if note.version not in (None, version_of(parameter)) and name not in self._loaded:
                 raise ConfigurationError(
-                    f"'{name}' was written into (load_state_dict, torch.nn.init) before its numbers are read from its "
+                    f"'{name}' was written into (load_state_dict, torch.nn.init) before its contents are read from its "
                     "file, which happens when the stages are known: what was written would be lost. Give a checkpoint "
                     "to the trainer (ckpt_path=...), assign its tensors (load_state_dict(..., assign=True)), or change "
-                    "the model on one process before, and write it with save_pretrained"
+                    "the model on one process first, and write it with save_pretrained"
                 )
-            setattr(parameter, _NOTE, replace(note, version=None))  # hooks of a run may write into it
+            setattr(parameter, _NOTE, replace(note, version=None))  # from now on hooks may write into it
 
     def _ways(self, path: str, module: nn.Module) -> list[Callable[[Any], object]]:
-        """Return the functions that initialise a module, in order."""
+        """Return the functions that initialise a module, in the order in which to call them."""
         ways: list[Callable[[Any], object]] = []
         if isinstance(module, nn.MultiheadAttention):
             ways.append(nn.MultiheadAttention._reset_parameters)
@@ -177,11 +177,11 @@ class Origin:
         return ways + [init for init in inits if callable(init)][:1]
 
     def _initialised(self, path: str) -> nn.Module:
-        """Return a shadow of a module in which all tensors that the module owns directly are initialised."""
+        """Return a shadow of a module, with all tensors that the module owns directly initialised."""
         module = self._module.get_submodule(path)
         shadow = _shadow(module, lambda tensor: _blank(tensor, self._device))
         blank = {leaf: (tensor, version_of(tensor)) for leaf, tensor in _own(shadow).items()}
-        # Initialisation may use the default device, and its random draws must not affect other streams.
+        # Initialisation may use the default device, and must not change the random numbers of other code.
         with torch.no_grad(), stream(RandomKey(self._seed).derive(f"init:{path}"), self._device), self._device:
             for way in self._ways(path, module):
                 way(shadow)
@@ -205,18 +205,19 @@ class Origin:
             way(shadow)
 
     def _check_complete(self, path: str, shadow: nn.Module, blank: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Raise if initialising has left numbers unset.
+        """Raise ConfigurationError if initialisation has left elements unset.
 
         Args:
             path: path of the module.
-            shadow: shadow of it, initialised.
-            blank: what had to be initialised, as it was before, with its versions.
+            shadow: initialised shadow of the module.
+            blank: tensors that had to be initialised, as they were before, with their versions.
         """
         for leaf, tensor in _own(shadow).items():
             if leaf not in blank or not tensor.numel():
                 continue
             before, version = blank[leaf]
-            unwritten = tensor is before and version_of(tensor) == version and not tensor.any()  # .data has no version
+            # writes through .data leave the version as it is, so zeros are checked as well
+            unwritten = tensor is before and version_of(tensor) == version and not tensor.any()
             if bool(tensor.isnan().any()) if tensor.is_floating_point() else unwritten:
                 raise ConfigurationError(
                     f"Initialising {type(shadow).__name__} '{path}' left numbers in '{leaf}' unset: its "
@@ -226,7 +227,7 @@ class Origin:
 
 
 def _shadow(module: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return an object like the module, with registries of its own in which ``own`` has replaced its direct tensors."""
+    """Return an object like the module, whose own parameters and buffers are replaced by the results of ``own``."""
     shadow = object.__new__(type(module))
     vars(shadow).update(vars(module), _modules=dict(module._modules))
     for name in ("_parameters", "_buffers"):
@@ -241,7 +242,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _empty(module: nn.Module | None) -> nn.Module | None:
-    """Return a shadow of a module and its children, without contents: a write into it changes nothing."""
+    """Return a shadow of a module and its children on meta, so that writes into it have no effect."""
     if module is None:
         return None
     shadow = _shadow(module, _without_contents)
@@ -254,9 +255,9 @@ def _without_contents(tensor: Tensor) -> Tensor:
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of this form, filled with NaN if its type has one, so that elements that stay unset are found.
+    """Return a tensor of this form, filled with NaN, so that elements that stay unset are found.
 
-    Of other types it is found whether anything has been written into the tensor.
+    Types without NaN are filled with zeros; for them it can only be found whether the tensor was written into at all.
     """
     blank = torch.empty_like(tensor, device=device, requires_grad=False)
     if blank.is_floating_point():
@@ -266,8 +267,8 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(blank, requires_grad=False) if isinstance(tensor, nn.Parameter) else blank
 
 
-# -- notes at parameters on meta, which say where the contents lie until it is known which process reads them ----------
-# A note stays with the parameter object, whatever name or module the parameter gets afterwards; a deep copy has it too.
+# -- notes at parameters on meta: they say where the contents are, until it is known which process reads them ----------
+# A note stays with the parameter object, whatever name or module the parameter gets later; a deep copy has it too.
 _NOTE = "_avgpipe_note"
 
 
@@ -279,27 +280,27 @@ class Stored(Protocol):
         """The keys of all parameters that have a note."""
 
     def read(self, key: str, parameter: nn.Parameter, device: torch.device, example: bool = False) -> Tensor:
-        """Read the contents of a parameter into memory of their own.
+        """Read the contents of a parameter into new memory.
 
         Args:
             key: key in the note of the parameter.
             parameter: parameter with the note.
             device: device of the contents.
-            example: whether other numbers will do, because a step is only captured with them.
+            example: whether other numbers suffice, because a step is only captured with them.
         """
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Remove what reading an example has left in a parameter without contents."""
+        """Remove what reading an example has attached to a parameter without contents."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A note that says where the contents of one parameter lie.
+    """A note that says where the contents of a parameter are.
 
     Attributes:
         stored: store that has the contents.
         key: key of the parameter in the store.
-        version: version of the parameter as long as nobody has written into it; None: a run has begun with it.
+        version: version of the parameter when the note was left, to detect later writes; None once a run has begun.
     """
 
     stored: Stored
@@ -315,7 +316,7 @@ def leave_note(parameter: nn.Parameter, stored: Stored, key: str) -> None:
 
 @functools.cache
 def _have_copies_noted(kind: Any) -> None:
-    """Have deep copies of parameters of a class keep their notes: without, they would be initialised anew."""
+    """Make deep copies of a class's parameters keep their notes; without them they would be initialised anew."""
     copy = kind.__deepcopy__
 
     @functools.wraps(copy)
@@ -323,7 +324,7 @@ def _have_copies_noted(kind: Any) -> None:
         copied, note = copy(parameter, memo), note_of(parameter)
         if note is not None:
             version = note.version
-            if version is not None:  # as often as the original was written into
+            if version is not None:  # the copy must count as written into if the original does
                 version += version_of(copied) - version_of(parameter)
             setattr(copied, _NOTE, replace(note, version=version))
         return copied

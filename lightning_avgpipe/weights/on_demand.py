@@ -1,9 +1,9 @@
-"""Parameters that a process does not hold, gathered on demand for one operation at a time.
+"""Parameters that a process does not hold, fetched on demand for one operation at a time.
 
-Rank 0 follows a step function through all stages, though it holds at most one. Whenever an operation takes a parameter
-without contents, these are fetched, used and dropped. They come from the process that holds them or, before any does,
+Rank 0 captures a step function of all stages, although it holds only its own. When an operation takes a parameter
+without contents, these are fetched, used and dropped. They come from the process that holds them or, if none does yet,
 from the origin (initialisation, a checkpoint). So the captured step computes with real numbers, and no process ever
-holds more than the contents of one module besides its own.
+holds more than the contents of one module in addition to its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_avgpipe.weights.relocation import Lending
 
 
 class OnDemandGather:
-    """A gatherer of parameters that other processes, or none, hold.
+    """A gatherer of parameters that other processes hold, or no process.
 
     Args:
         module: whole module.
@@ -47,23 +47,23 @@ class OnDemandGather:
         self._origin = origin
 
     def on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """Return on every process what rank 0 makes, while the others lend it their parameters. Every process calls it.
+        """Run ``make`` on rank 0, to which the others lend their parameters, and return its result on every process.
 
-        Groups other than the first one wait for the result, since all groups must have the same stages.
+        Every process calls it. Other groups than the first wait for the result, since all must have the same stages.
         """
         cluster, doing = self._cluster, "follows a step to divide it into stages"
         made = pickle.dumps(self.run_on_rank_zero(make, doing) if cluster.group_number == 0 else None)
-        # rank 0 too gets a copy: what it has made may refer to objects that the step goes on to change
+        # rank 0 gets a copy too, because the result may refer to objects that the step changes later
         return pickle.loads(cluster.world.broadcast(made))
 
     def run_on_rank_zero(self, run: Callable[[], Any], what: str) -> Any:
-        """Run a function on rank 0 of each group, to which the other processes lend their parameters meanwhile.
+        """Run a function on rank 0 of each group, to which the other processes lend their parameters while it runs.
 
         Every process calls it; rank 0 gets the function's result, and the others None.
 
         Args:
-            run: runs on rank 0 only.
-            what: what rank 0 does meanwhile, for messages.
+            run: function, which runs on rank 0 only.
+            what: what rank 0 is doing, for messages.
         """
         cluster, parameters = self._cluster, dict(self._module.named_parameters())
         here = [name for name, parameter in parameters.items() if not parameter.is_meta]
@@ -76,7 +76,7 @@ class OnDemandGather:
         return lending.run(with_contents)
 
     def _with_contents(self, run: Callable[[], Any], lending: Lending) -> Any:
-        """Run a function, in which parameters without contents have them when they are used."""
+        """Run a function in which the contents of parameters without contents are fetched when they are used."""
         absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
         if not absent:
             return run()
@@ -87,7 +87,7 @@ class OnDemandGather:
         lent.clear()
         if self._origin is not None:
             self._origin.forget_examples()
-        gc.collect()  # what was lent may wait in a cycle
+        gc.collect()  # reference cycles may keep fetched contents alive
         return_freed()
         return result
 
@@ -122,12 +122,12 @@ class OnDemandGather:
 
 
 class _Lent(TorchFunctionMode):
-    """A mode in which torch functions that take a parameter without contents get a stand-in that has them.
+    """A mode in which torch functions get a stand-in with contents for each parameter without contents.
 
     Args:
         absent: ``id -> name`` of the parameters without contents.
         fetch: returns the contents of the parameter of this name, and perhaps of others of its module, by name.
-        device: device that the stand-ins are on.
+        device: device of the stand-ins.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class _Lent(TorchFunctionMode):
             return func(*args, **kwargs)
         stands_for: dict[int, Tensor] = {}
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            func = Tensor.detach  # shares the version counter, so that a change is noticed
+            func = Tensor.detach  # unlike .data it shares the version counter, so that a change is noticed
 
         def stand_in_for(tensor: Tensor) -> Tensor:
             name = self._absent.get(id(tensor))
@@ -169,7 +169,7 @@ class _Lent(TorchFunctionMode):
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
             self.clear()
-            # fetching and initialising are not part of the step
+            # fetching and initialisation are not part of the step
             with _disable_current_modes(), torch.inference_mode(False):
                 self._last = self._fetch(name)
             self._versions = {name: version_of(tensor) for name, tensor in self._last.items()}
@@ -189,18 +189,18 @@ class _Lent(TorchFunctionMode):
 
     @staticmethod
     def forget(tensor: Tensor) -> None:
-        """Pack a saved tensor as None: there is no backward, and autograd must not keep fetched contents."""
+        """Pack a tensor that autograd saves as None: there is no backward, and it must not keep fetched contents."""
 
 
 def _changed(name: str) -> CaptureError:
     return CaptureError(
-        f"the step changes the parameter '{name}' itself, which is on the meta device or on other stages while the "
-        "step is followed. Build the module without torch.device('meta'), or change the parameter in on_train_batch_end"
+        f"the step itself changes the parameter '{name}', which is on the meta device or on other stages while the "
+        "step is captured. Build the module without torch.device('meta'), or change the parameter in on_train_batch_end"
     )
 
 
 def _refuse(_: None) -> Tensor:
     raise CaptureError(
-        "The step runs a backward itself (autograd.grad, gradient penalties), which needs all weights at once; some "
+        "The step itself runs a backward (autograd.grad, gradient penalties), which needs all weights at once; some "
         "are on the meta device or on other stages. Build the module without torch.device('meta'), and use one stage"
     )

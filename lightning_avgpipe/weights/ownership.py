@@ -1,4 +1,4 @@
-"""Ownership: which processes hold a parameter or buffer; how a process gives up contents, and fills them again."""
+"""Ownership: which processes hold a parameter or buffer, and how a process gives up its contents or gets them back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_avgpipe.utils.names import nearest
 # Full name -> the ranks that hold it; the first one answers for it: its contents count, for example in checkpoints.
 Owners = Mapping[str, tuple[int, ...]]
 
-# Up to this size, memory may wait until Python collects garbage by itself: a collection takes a quarter of a second if
-# much has been imported, as long as many steps of such a small model.
+# Up to this size, memory is left to Python's own garbage collection: an explicit one takes a quarter of a second if
+# much has been imported, which is as long as many steps of such a small model.
 FEW_BYTES = 16 * 1024**2
-# Parts of the messages of torch for computing on the meta device, and of Python for a gradient that is None.
+# Parts of error messages: torch's for computing on the meta device, and Python's for a gradient that is None.
 _SAID = ("meta", "'NoneType' object")
 
 
@@ -31,13 +31,13 @@ def owners_of(
 ) -> dict[str, tuple[int, ...]]:
     """Return which ranks are to hold each parameter, and the current contents of each buffer.
 
-    A buffer that no step changes is that of its unit, since hooks may change it there together with what the step has
-    changed (the loads of experts, and their biases).
+    A buffer that no step changes belongs to its unit, since hooks may change it there together with what the step
+    changes (the loads of experts, and their biases).
 
     Args:
         module: whole module.
-        stages_of: stages of each unit, parameter and changed buffer, the answering one first. A missing parameter is
-            used by no stage, a missing buffer is in no unit and changed by none: all processes have them.
+        stages_of: stages of each unit, parameter and changed buffer, the stage that answers for it first. All processes
+            hold parameters that are missing, which no stage uses, and buffers that are missing and in no unit.
         hosts: returns the ranks that host a stage.
         world_size: number of processes.
     """
@@ -58,14 +58,14 @@ def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
 
 
 def nothing_to_save(name: str) -> ConfigurationError:
-    """Return the error that nobody has contents for a parameter yet."""
+    """Return an error that says that no process has contents for a parameter yet."""
     return ConfigurationError(
         f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
     )
 
 
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
-    """Move parameters to the meta device. They stay the same objects, so optimizers still refer to them."""
+    """Move parameters to the meta device, without gradients. The objects stay, so optimizers still refer to them."""
     parameters = dict(module.named_parameters())
     chosen = [parameters[name] for name in names if not parameters[name].is_meta]
     much = sum(parameter.nbytes for parameter in chosen) > FEW_BYTES
@@ -115,24 +115,24 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 
 def _replace(parameter: Tensor, tensor: Tensor) -> None:
-    """Exchange the contents of a parameter, also for contents on another device.
+    """Replace the contents of a parameter, which may be on another device.
 
-    ``torch.utils.swap_tensors`` does the same and more: it also exchanges the Python attributes, which must stay here,
-    and therefore refuses parameters with weak references to them, which recurrent layers keep.
+    ``torch.utils.swap_tensors`` would also exchange the Python attributes, which must stay, and it refuses parameters
+    that have weak references, such as those of recurrent layers.
     """
     new = tensor.detach().requires_grad_(parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
 
 
 def return_freed() -> None:
-    """Give what is free on the heap back to the system: glibc keeps pages below others that are in use."""
+    """Return free memory of the heap to the system: glibc keeps free pages that lie below used ones."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # other C libraries have none
         trim(0)
 
 
 def explain(error: BaseException, module: nn.Module | None) -> None:
-    """Add a note on parameters without contents to an error of user code, if they may be its cause."""
+    """Add a note to an error of user code that parameters without contents may have caused."""
     absent = [] if module is None else [name for name, p in module.named_parameters() if p.is_meta]
     said = isinstance(error, (RuntimeError, AttributeError)) and any(what in str(error) for what in _SAID)
     if not absent or not said or isinstance(error, AvgPipeError):
@@ -151,7 +151,7 @@ def explain(error: BaseException, module: nn.Module | None) -> None:
 
 
 def _raised_by(error: BaseException) -> Optimizer | None:
-    """Return the optimizer in whose own code an error was raised; None if in none, or in a closure of a model."""
+    """Return the optimizer in whose own code an error was raised; None if it was raised elsewhere, as in a model."""
     own = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     for values in reversed(own):
         if isinstance(values.get("self"), Optimizer):

@@ -1,12 +1,12 @@
-"""Relocation: what processes hold under a name moves to the processes that are to hold it, in buckets.
+"""Relocation: data of a parameter or buffer moves to its new owners, in buckets.
 
 ::
 
-    old     a: 0    b: 0    c: 1           a goes from rank 0 to rank 1, with its gradient and its optimizer states
-    new     a: 1    b: 0    c: 0, 1        c from rank 1 to rank 0, and stays on rank 1; b stays where it is
+    old     a: 0    b: 0    c: 1           a moves from rank 0 to rank 1, with its gradient and its optimizer states
+    new     a: 1    b: 0    c: 0, 1        c is copied from rank 1 to rank 0; b stays where it is
 
-All processes know both ownerships, so there are no requests, and a process waits only for what it receives. In each
-round every process exchanges with one other, so different pairs run at the same time.
+All processes know the old and new owners, so there are no requests, and a process waits only for what it receives. In
+each round every process exchanges with at most one other, so different pairs run at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Arrival:
-    """The data received under a name: a tree of tensors, which stay on the host until :meth:`on` is called.
+    """The data received for a name: a tree of tensors, which stay on the host until :meth:`on` is called.
 
     Attributes:
         message: message with the tensors of the tree.
@@ -68,7 +68,7 @@ class Relocation:
 
     @cached_property
     def moves(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """The names to send for each (source, target), in the order in which every process goes through the pairs."""
+        """The names to send from source to target, by (source, target), in the order of transfers on all processes."""
         found: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name, targets in self.new.items():
             for target in targets:
@@ -80,17 +80,17 @@ class Relocation:
         return {pair: tuple(found[pair]) for pair in order}
 
     def leaving(self, rank: int) -> list[str]:
-        """Return the names that a process is not to hold, whether it holds them now or not."""
+        """Return the names with new owners that do not include a process, whether it holds them now or not."""
         return [name for name, ranks in self.new.items() if rank not in ranks]
 
     def carry_out(
         self, processes: Collectives, held: Callable[[str], Any], bucket_bytes: int = _BUCKET_BYTES
     ) -> dict[str, Arrival]:
-        """Send what this process holds and others are to hold. All processes call it; none gives anything up yet.
+        """Send data to its new owners. All processes call it; none drops its own data yet.
 
         Args:
-            processes: processes whose ranks the owners are.
-            held: returns what this process holds under a name, any tree of tensors and picklable leaves.
+            processes: processes to whose ranks the owners refer.
+            held: returns this process's data of a name, any tree of tensors and picklable leaves.
             bucket_bytes: most bytes of tensors that travel together; a larger tensor travels by itself.
 
         Returns:
@@ -131,11 +131,11 @@ def holders(processes: Collectives, names: Collection[str]) -> dict[str, tuple[i
 def gather(
     processes: Collectives, held: Mapping[str, Any], owners: Owners, device: torch.device = _HOST
 ) -> dict[str, Any]:
-    """Return what this process holds and, on rank 0, also what the owners hold. Every process calls it.
+    """Return this process's data and, on rank 0, also that of the owners. Every process calls it.
 
     Args:
-        processes: processes whose ranks the owners are.
-        held: what this process holds, any tree of tensors and picklable leaves, by name.
+        processes: processes to whose ranks the owners refer.
+        held: this process's data by name, any tree of tensors and picklable leaves.
         owners: ranks that hold each name that rank 0 is to get.
         device: device of received tensors that were on a device at the sender.
     """
@@ -144,7 +144,7 @@ def gather(
 
 
 class Lending:
-    """The lending of tensors to rank 0, while it runs a function. Every process makes one.
+    """The lending of tensors to rank 0 while it runs a function. Every process creates one.
 
     Args:
         processes: rank 0 and the processes that lend.
@@ -167,7 +167,7 @@ class Lending:
         self._processes, self._tensors, self._device = processes, tensors, device
 
     def run(self, function: Callable[[], T]) -> T | None:
-        """Run a function on rank 0 and return its result; lend until it has ended, and return None, on other ranks."""
+        """On rank 0, run a function and return its result; on other ranks, lend until it has ended, and return None."""
         if self._processes.rank:
             while (names := self._asked(None)) is not None:
                 self._gathered(names)
@@ -177,11 +177,11 @@ class Lending:
         return result
 
     def fetch(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors that some process lends, within the function that rank 0 runs."""
+        """Return tensors that some process lends. Only the function that rank 0 runs may call it."""
         return self._gathered(self._asked([*names]) or ())
 
     def _asked(self, names: list[str] | None) -> list[str] | None:
-        """Return on every process the names that rank 0 asks for; None: no more."""
+        """Return on every process the names for which rank 0 asks; None if it will not ask again."""
         return self._processes.broadcast(names, what="the lending of weights to rank 0")
 
     def _gathered(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ _Packed = tuple[str, Message, tuple[TensorForm, ...]]
 
 
 def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> Iterator[list[_Packed]]:
-    """Yield successive names in buckets, with tensors up to the limit in total."""
+    """Yield buckets of successive names, each with at most ``limit`` bytes of tensors or one name."""
     bucket: list[_Packed] = []
     nbytes = 0
     for name in names:
@@ -223,7 +223,7 @@ def _receive(source: Peer) -> dict[str, Arrival]:
     packet = _packet(forms for _, _, forms in described)
     tensors: list[Tensor | None] = [None] * len(packet.places)
     content = torch.empty(packet.nbytes, dtype=torch.uint8, device="cpu")
-    # each in memory of its own, unless it came alone: a view would keep the whole bucket
+    # each tensor is copied unless it came alone, since a view would keep the whole bucket alive
     packet.unpack(source.receive(content) if packet.nbytes else content, tensors, copies=len(tensors) > 1)
     arrived = iter(tensors)
     return {
@@ -237,28 +237,28 @@ def _packet(forms: Iterable[tuple[TensorForm, ...]]) -> Packet:
     return Packet.of([*enumerate(itertools.chain.from_iterable(forms))], on_host=True)
 
 
-# -- what a process holds under the name of a parameter or buffer, and what moves with that name -----------------------
+# -- the data of a parameter or buffer, which moves with its name ------------------------------------------------------
 
 
 class Belongings(Protocol):
-    """One kind of data that processes hold by the name of a parameter or buffer."""
+    """One kind of data that processes hold for each parameter or buffer, by name."""
 
     def held(self, name: str) -> Any:
-        """Return what this process holds under a name: any tree of tensors and picklable leaves."""
+        """Return this process's data of a name: any tree of tensors and picklable leaves."""
 
     def put(self, name: str, item: Any) -> None:
-        """Store what another process held under a name."""
+        """Store another process's data of a name."""
 
     def drop(self, names: Collection[str]) -> None:
-        """Give up what this process holds under names that only other processes keep."""
+        """Drop this process's data of names that only other processes keep."""
 
 
 def relocate(relocation: Relocation, processes: Collectives, kinds: Sequence[Belongings], device: torch.device) -> None:
-    """Carry out a relocation: send and receive, give up what leaves, and store what has come. All processes call it.
+    """Carry out a relocation: send and receive, drop what leaves, and store what has arrived. All processes call it.
 
     Args:
-        relocation: relocation of names.
-        processes: processes whose ranks the owners are.
+        relocation: old and new owners.
+        processes: processes to whose ranks the owners refer.
         kinds: all data that moves with a name, in the order in which it is stored; the same on all processes.
         device: device of received tensors that were on a device at the sender.
     """
@@ -283,7 +283,7 @@ class ModuleTensors:
         self._parameters = dict(module.named_parameters())
 
     def held(self, name: str) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
-        """Return contents, gradient, and the scales of 4-bit weights; a sparse gradient, soon cleared, stays here."""
+        """Return contents, gradient, and scales of 4-bit weights. Sparse gradients, soon cleared, do not move."""
         tensor = self._parameters[name] if name in self._parameters else self._module.get_buffer(name)
         gradient = None if tensor.grad is None or tensor.grad.is_sparse else tensor.grad
         scales = getattr(tensor, "quant_state", None)
@@ -310,7 +310,7 @@ class ModuleTensors:
             self._module.get_submodule(path)._buffers[leaf] = contents
 
     def drop(self, names: Collection[str]) -> None:
-        """Move parameters to meta. Buffers stay: they are small, and stale ones do no harm."""
+        """Move parameters to meta. Buffers are kept: they are small, and stale ones do no harm."""
         give_up(self._module, [name for name in names if name in self._parameters])
 
 
@@ -319,7 +319,7 @@ class OptimizerStates:
 
     Args:
         optimizers: optimizers over all parameters, on every process.
-        parameters: returns the current parameters by name; states of others do not move.
+        parameters: returns the current parameters by name; only their states move.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -327,7 +327,7 @@ class OptimizerStates:
         self._parameters = parameters
 
     def held(self, name: str) -> list[dict[str, Any] | None]:
-        """Return the state of a parameter in each optimizer; None where there is none."""
+        """Return the state of a parameter in each optimizer; None for an optimizer that has none."""
         parameter = self._parameters().get(name)
         return [
             dict(optimizer.state[parameter]) if parameter is not None and parameter in optimizer.state else None

@@ -1,4 +1,4 @@
-"""Slots: the places where a module holds a tensor, into which another tensor can be put."""
+"""Slots: the places where a module holds a tensor, and where it can be replaced by another tensor."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lightning_avgpipe.state.objects import OF_EVERY_MODULE
 
 _REGISTERS = ("_parameters", "_buffers")
-_DEPTH = 4  # most containers within each other
+_DEPTH = 4  # most levels of nested containers
 
 
 class Slot:
-    """A place where a module holds a tensor: in a register, an attribute, or a plain list, tuple or dict."""
+    """A place where a module holds a tensor: a parameter, buffer or attribute, or a plain list, tuple or dict."""
 
     def __init__(self, container: Any, key: Any) -> None:
         self._container = container
@@ -40,7 +40,7 @@ class _Attribute(Slot):
 
 @contextlib.contextmanager
 def swapped(slots: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
-    """Put a tensor into each slot within this context; afterwards, what was there before."""
+    """Put a tensor into each slot within this context, and restore the previous ones afterwards."""
     before = [(slot, slot.get()) for slot, _ in slots]
     for slot, tensor in slots:
         slot.set(tensor)
@@ -93,7 +93,7 @@ def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Itera
 
 
 class _Tuple(Slot):
-    """A tuple in a slot, as a container: setting an entry puts a new tuple into the slot."""
+    """A tuple in a slot, as a container of slots: setting an entry puts a new tuple into the slot."""
 
     def __getitem__(self, i: int) -> Any:
         return self.get()[i]

@@ -1,12 +1,12 @@
-"""Tied parameters: several stages use the same parameter, each has a copy, and their gradients are summed.
+"""Tied parameters: if several stages use the same parameter, each has a copy, and their gradients are summed.
 
 ::
 
     stage 0   embed.weight ──┐            grad 0 ──┐
     stage 2   head.weight  ──┴ same values  grad 2 ──┴─ summed in the order of stages, before clipping and stepping
 
-Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit. The replicas
-of a stage, which take its micro-batches in turns, have a gradient each, and each of them is a holder.
+Every holder of a copy then takes the same optimizer step with the same gradient, so the copies stay equal bit for bit.
+Each replica of a stage, which takes its micro-batches in turns, is a holder with a gradient of its own.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _Copy:
 
     Attributes:
         parameter: parameter of the module.
-        stand_in: leaf in the memory of the parameter, so that the gradients of the stages are kept separate.
-        slots: places of the module that hold the parameter.
+        stand_in: leaf that shares the memory of the parameter, but has the gradient of this stage only.
+        slots: places where the module holds the parameter.
     """
 
     parameter: nn.Parameter
@@ -70,10 +70,10 @@ class TiedParameters:
     Args:
         module: whole module.
         cluster: cluster whose processes host the stages.
-        users: stages that use each parameter, the same on every process.
+        users: stages that use each parameter, by name; the same on every process.
     """
 
-    constant = True  # within an iteration
+    constant = True  # the weights do not change within an iteration
 
     def __init__(self, module: nn.Module, cluster: Cluster, users: Mapping[str, tuple[int, ...]]) -> None:
         self._cluster = cluster
@@ -100,15 +100,15 @@ class TiedParameters:
                 self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
     def swaps(self, stage: int) -> bool:
-        """Return whether anything is put into the module for an action of a stage."""
+        """Return whether :meth:`placed` changes anything in the module for a stage."""
         return bool(self._stand_ins[stage])
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Put this stage's copies into the module within this context; yields ``id -> name`` of the copies."""
+        """Put this stage's copies into the module within this context; yield ``id -> name`` of the copies."""
         copies = self._stand_ins[stage]
         for copy in copies.values():
-            if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
+            if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # the parameter has moved, or was filled again
                 copy.stand_in.data = copy.parameter.data
             copy.stand_in.requires_grad_(copy.parameter.requires_grad)
         with swapped([(slot, copy.stand_in) for copy in copies.values() for slot in copy.slots]):
@@ -122,13 +122,13 @@ class TiedParameters:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def begin_sum(self, replicas: bool = False) -> GradientSum:
-        """Begin to give every copy the sum of all copies' gradients. Every process calls it before optimizers step.
+        """Start to sum the gradients of all copies of each parameter. Every process calls it before optimizers step.
 
-        The sum runs over stages in ascending order, so it depends neither on the schedule nor on the placement of
-        stages. Until it has ended, nothing may use the gradients.
+        Stages are added in ascending order, so the sum depends neither on the schedule nor on the placement of stages.
+        Nothing may use the gradients until the sum has finished, which gives it to every copy.
 
         Args:
-            replicas: whether gradients of parameters that a single stage uses are summed over its replicas, too.
+            replicas: whether gradients of parameters that a single stage uses are also summed over its replicas.
         Raises:
             ConfigurationError: a gradient is sparse.
         """
@@ -149,7 +149,7 @@ class TiedParameters:
                 of_party = None if group is None else group.process_group
                 sums.append(partial(self._sum, found, holders, names, mine, of_party))
 
-        def run() -> None:  # one after the other: two of them may have the same processes
+        def run() -> None:  # one after the other, because two sums may have processes in common
             for one in sums:
                 one()
 
@@ -163,7 +163,7 @@ class TiedParameters:
         return found
 
     def count_once(self) -> None:
-        """Keep the last sum in one place, so that the next one, over later batches too, has it once."""
+        """Keep the last sum in one copy only, so that the next sum, which adds later batches, contains it once."""
         for name, stages in self._copied.items():
             if self._cluster.rank != self._cluster.stage_map.ranks(stages[0])[0]:
                 self._parameters[name].grad = None
@@ -186,7 +186,7 @@ class TiedParameters:
         for name in names:
             gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
-            # the parameter itself has a gradient too if the step reads it from elsewhere than a slot, say a closure
+            # the parameter itself also has a gradient if the step reads it from elsewhere than a slot, say a closure
             for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
                 if leaf.grad is not None:
                     gradient = leaf.grad if gradient is None else gradient + leaf.grad
@@ -206,7 +206,7 @@ class TiedParameters:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
     ) -> _Gradients:
-        """Return the sums over all holders, in few large messages. A missing gradient of a stage adds nothing."""
+        """Return the sums over all holders, exchanged in few large messages. Missing gradients add nothing."""
         sources = [dist.get_group_rank(group, self._cluster.group.ranks[rank]) for _, rank in holders]
         exists = torch.tensor(
             [any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8, device="cpu"
@@ -225,11 +225,11 @@ class TiedParameters:
 
 
 class GradientSum:
-    """A sum of the gradients of copies, which may go on in a thread of its own.
+    """A sum of the gradients of copies, which may run in a background thread.
 
     Attributes:
-        running: the thread; None: it is over.
-        sums: parameters with their sums.
+        running: function that runs in the thread; None if nothing runs.
+        sums: pairs of a parameter and the sum of its gradients, or None.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class GradientSum:
         return self.running is None or self.running.over.is_set()
 
     def finish(self) -> None:
-        """Wait until it is over, and give the copies of this process the sums."""
+        """Wait for the sums, and set the gradients of this process's parameters to them."""
         if self.running is not None:
             self.running.finish()
         for parameter, gradient in self.sums:
