@@ -1,4 +1,4 @@
-"""Loading: models whose weights lie in files, of which each process reads its own stages only."""
+"""Loading: models whose weights are in files, from which each process reads only its own stages."""
 
 from lightning_avgpipe.loading.pretrained import from_pretrained
 

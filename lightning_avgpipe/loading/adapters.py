@@ -1,4 +1,4 @@
-"""Support for changes of a model whose weights have not been read yet: adapters of peft, and another vocabulary."""
+"""Changes of a model whose weights have not been read yet: adapters of peft are supported, resizing is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_avgpipe.weights.ownership import fill
 
 
 def keep_adapters() -> None:
-    """Keep new adapters of peft on the host: moved to a layer on meta, they would lose their numbers."""
+    """Patch peft to keep new adapters on the host: moved to their layer on meta, they would lose their contents."""
     from peft import peft_model
     from peft.tuners import tuners_utils
     from transformers.integrations.peft import PeftAdapterMixin
@@ -42,11 +42,11 @@ def keep_adapters() -> None:
     base.inject_adapter, model.__init__ = _kept(base.inject_adapter), _kept(model.__init__)
     model.add_adapter, model.load_adapter = _kept(model.add_adapter), load_adapter
     base.merge_adapter, base.merge_and_unload = _unmerged(base.merge_adapter), _unmerged(base.merge_and_unload)
-    mixin.load_adapter = _kept(mixin.load_adapter)  # transformers' own, which reads files to where the model is
+    mixin.load_adapter = _kept(mixin.load_adapter)  # transformers' own method, which reads to the model's device
 
 
 def refuse_resizing() -> None:
-    """Refuse another size of a vocabulary whose embedding has not been read, from which the new one is made."""
+    """Patch transformers to refuse resizing an embedding that has not been read: the new one is made from the old."""
     from transformers import PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -56,10 +56,10 @@ def refuse_resizing() -> None:
 
 def _without_numbers(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what or 'the adapter'} has no numbers: the weights of the model are read when the stages are known, and "
-        "peft changes them while it makes adapters (init_lora_weights='pissa'), computes with weights of 4 bits "
-        "(use_dora), or puts adapters where they are. Use init_lora_weights=True or 'gaussian', with 4 bits no "
-        "use_dora, and leave low_cpu_mem_usage out; read adapters with PeftModel.from_pretrained(model, folder, "
+        f"{what or 'the adapter'} has no numbers: the weights of the model are read when the stages are known, but "
+        "peft changes them when it creates adapters (init_lora_weights='pissa'), computes with 4-bit weights "
+        "(use_dora), or puts adapters on their device. Use init_lora_weights=True or 'gaussian', no use_dora with 4 "
+        "bits, and leave low_cpu_mem_usage out; read adapters with PeftModel.from_pretrained(model, folder, "
         "is_trainable=True)"
     )
 
@@ -67,7 +67,7 @@ def _without_numbers(what: str) -> ConfigurationError:
 def _not_resized(what: str) -> ConfigurationError:
     return ConfigurationError(
         f"resize_token_embeddings() makes {what or 'the new embedding'} from weights that are read only when the "
-        "stages are known. Do so on one process before, with transformers: read the model, resize it, and write it "
+        "stages are known. Do this first on one process, with transformers: read the model, resize it, and write it "
         "with save_pretrained; then give that folder to lightning_avgpipe.from_pretrained"
     )
 
@@ -75,11 +75,11 @@ def _not_resized(what: str) -> ConfigurationError:
 def _kept(
     method: Callable[..., Any], refusal: Callable[[str], ConfigurationError] = _without_numbers
 ) -> Callable[..., Any]:
-    """Return a method that keeps what it makes on the host, for a model whose weights have not been read.
+    """Wrap a method so that tensors that it makes for a model whose weights have not been read stay on the host.
 
     Args:
         method: method of a model of peft or transformers.
-        refusal: makes the error if something is made from those weights, given its name; "": it is not known.
+        refusal: makes the error if a parameter cannot be made without those weights, from its name; "" if unknown.
     """
 
     @functools.wraps(method)
@@ -90,9 +90,9 @@ def _kept(
         try:
             with _OnHost():
                 result = method(owner, *args, **kwargs)
-        except AvgPipeError:  # of such a method within this one
+        except AvgPipeError:  # raised by a wrapped method within this one
             raise
-        except RuntimeError as error:  # of torch, which computes nothing with what is on meta
+        except RuntimeError as error:  # raised by torch, which cannot compute with tensors on meta
             raise refusal("") from error
         for name, parameter in owner.named_parameters():
             if parameter.is_meta and note_of(parameter) is None:
@@ -103,7 +103,7 @@ def _kept(
 
 
 def _unmerged(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of peft that merges adapters, if it would not write them into weights that nobody has read."""
+    """Wrap a method of peft that merges adapters, to refuse a merge into weights that have not been read."""
 
     @functools.wraps(method)
     def merge(tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def _unmerged(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take(model: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Have weights that adapters train as a whole (modules_to_save) take what a file of adapters holds."""
+    """Fill weights that are trained as a whole (modules_to_save) and not read yet from a file of adapters."""
     for name, parameter in model.named_parameters():
         value = state.get(prefix + name)
         if note_of(parameter) and value is not None and value.shape == parameter.shape:
@@ -133,10 +133,10 @@ _OF_FORM = METADATA | {
 
 
 class _OnHost(TorchFunctionMode):
-    """A mode in which what is made is on the host.
+    """A mode in which new tensors stay on the host.
 
-    Tensors with contents stay there when they are moved to meta. Functions that compute with a weight that has not been
-    read get what lies in its file for that time: peft computes with one layer after another.
+    Tensors with contents stay there if they are moved to meta. Functions that compute with a weight that has not been
+    read get the contents of its file for that call only, since peft computes with one layer after another.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +158,7 @@ class _OnHost(TorchFunctionMode):
 
         result = func(*tree.map_tensors(contents, args), **tree.map_tensors(contents, kwargs))
         if any(version_of(tensor) != version for tensor, version in read):
-            raise _without_numbers("")  # it was written into
+            raise _without_numbers("")  # the function wrote into a weight, which would be lost
         return result
 
 
@@ -166,6 +166,6 @@ def _leaves_meta(*args: Any, **kwargs: Any) -> bool:
     """Return whether ``Tensor.to`` with these arguments moves a tensor from meta to another device."""
     try:
         torch.empty(0, device="meta").to(*args, **kwargs)
-    except NotImplementedError:  # torch copies nothing out of meta
+    except NotImplementedError:  # torch cannot copy from meta
         return True
     return False

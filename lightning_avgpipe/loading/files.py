@@ -1,4 +1,4 @@
-"""Read safetensors files a tensor at a time, and notice if they change in the meantime."""
+"""Read safetensors files a tensor at a time, and notice if they change before they are read."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
 
-_COMPARED_BYTES = 64 * 1024**2  # of each tensor at a time
+_COMPARED_BYTES = 64 * 1024**2  # bytes of each tensor that are compared at a time
 
-# Random numbers are repeated, which is as fast as memory. Rows differ: none is as long as a multiple of a large prime.
+# Random numbers are repeated, which is as fast as memory. The period is a large prime, so that rows differ.
 _PERIOD, _SCALE = 65_521, 0.02
 
 _META = torch.device("meta")
 
-# What identifies the contents of a file: device, inode, bytes, and the time of the last change.
+# What identifies the contents of a file: device, inode, size, and the time of the last change.
 _State = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Unread:
-    """A tensor in a file that stands for itself without contents: indexing it gives a tensor on meta.
+    """A stand-in for a slice of a tensor in a file, without reading it: indexing it returns a tensor on meta.
 
     Attributes:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
         dtype_name: name of the dtype in safetensors.
-        device: device of the tensor that indexing gives; on another one than meta it has small random numbers.
+        device: device of the tensor that indexing returns; on other devices than meta it has small random numbers.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Unread:
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small random numbers, which depend only on how many there are."""
+    """Return a tensor of small random numbers, which depend only on the number of elements."""
     flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
     numbers = torch.Generator().manual_seed(flat.numel())
     block = torch.randn(_PERIOD, generator=numbers, device="cpu").mul_(_SCALE).to(device, dtype)
@@ -89,15 +89,15 @@ class Files:
         """Read the headers of the files, and no contents.
 
         Raises:
-            ConfigurationError: a file is damaged, or no safetensors file.
+            ConfigurationError: a file is damaged, or is not a safetensors file.
         """
         file_of, tensors, states = {}, {}, {}
         dtypes: dict[str, torch.dtype] = {}  # by the names that safetensors gives them
         for path in map(Path, paths):
             if path.suffix != ".safetensors":
                 raise ConfigurationError(
-                    f"{path} is not a safetensors file, and others cannot be read a tensor at a time; load the model "
-                    "once on one process and write it again with model.save_pretrained()"
+                    f"{path} is not a safetensors file, and other files cannot be read a tensor at a time; load the "
+                    "model once on one process and write it again with model.save_pretrained()"
                 )
             states[path] = _state(path)
             with _opened(path) as file:
@@ -111,7 +111,7 @@ class Files:
 
     @contextlib.contextmanager
     def slices(self, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Within this context yield slices of safetensors, which read into memory of their own when they are indexed.
+        """Within this context yield slices of safetensors, which read into new memory when they are indexed.
 
         Raises:
             ConfigurationError: a file is damaged, gone, or has changed.
@@ -140,7 +140,7 @@ class Files:
     def _check(self, path: Path) -> None:
         if _state(path) != self._states[path]:
             raise ConfigurationError(
-                f"{path} has changed since from_pretrained looked at it; start again when nobody writes it any more"
+                f"{path} has changed since from_pretrained read its header; start again when it is completely written"
             )
 
 
@@ -160,10 +160,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
     open_: Callable[..., Any] = safe_open
     try:
-        file = open_(path, framework="pt", backend="pread")  # a map of the file would change with it
+        file = open_(path, framework="pt", backend="pread")  # mapped memory would change with the file
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(
-            f"{path} is damaged ({error}), perhaps because it was not copied or downloaded to its end; get it again"
+            f"{path} is damaged ({error}), perhaps because it was not copied or downloaded completely; get it again"
         ) from error
     with file as opened:
         yield opened

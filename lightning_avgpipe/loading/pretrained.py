@@ -1,13 +1,14 @@
-"""Pretrained models of transformers, of which each process reads its own stages.
+"""Pretrained models of transformers, of which each process reads only its own stages.
 
-transformers builds every model on meta. Its loader then renames, converts, quantizes and places what is in the files.
-Here the loader runs twice, on one tensor in files, or on several that make one parameter, at a time::
+transformers builds every model on meta. Its loader then renames, converts, quantizes and places the tensors of files.
+Here the loader runs twice, each time for one group of tensors after another (usually one tensor, or all that make up a
+parameter)::
 
-    in from_pretrained      on tensors without contents: it finds what is missing, unexpected or of another shape, and
-                            leaves parameters on meta as they will be; each gets a note of what it is made from
-    when a plan is known    on what the notes of the own stages say, into a skeleton of the model
+    in from_pretrained      with tensors without contents: it finds missing, unexpected and misshapen ones, and leaves
+                            parameters on meta in their final form, each with a note of the tensors it is made from
+    when a plan is known    with the tensors in the notes of this process's stages, into a skeleton of the model
 
-So a model is loaded as transformers loads it, and nothing here knows of models.
+So a model is loaded as transformers loads it, and this module needs no knowledge of particular models.
 """
 
 from __future__ import annotations
@@ -34,33 +35,34 @@ from lightning_avgpipe.utils.names import is_within, listed
 from lightning_avgpipe.utils.patching import after_import, replaced
 from lightning_avgpipe.weights.initialisation import leave_note
 
-_READ_BYTES = 1024**2  # what is smaller is read whatever it is for
+_READ_BYTES = 1024**2  # smaller tensors are always read, even for examples
 
-# Options of transformers that say where the model goes, or that there are no files to read later.
+# Options of transformers that decide where the model goes, or that leave no files to read later.
 _REFUSED = (
     "device_map", "max_memory", "tp_plan", "tp_size", "distributed_config", "device_mesh", "state_dict", "gguf_file",
 )  # fmt: skip
 
 
 def from_pretrained(kind: Any, path: str, *args: Any, initialised: Sequence[str] = (), **kwargs: Any) -> Any:
-    """Build a model of transformers without its weights, of which each process will read those of its own stages.
+    """Build a model of transformers without its weights, so that each process later reads only those of its stages.
 
-    Call it in ``configure_model``, in the place of ``kind.from_pretrained(path, ...)``. The parameters are on the meta
-    device until the strategy has a plan. Then each process reads its own from the files, one at a time, converted and
-    quantized as transformers does it.
+    Call it in ``configure_model``, in place of ``kind.from_pretrained(path, ...)``. The parameters are on the meta
+    device until the strategy has a plan. Then each process reads its own parameters from the files, one at a time,
+    converted and quantized as by transformers.
 
     Args:
         kind: a class with ``from_pretrained``, such as ``AutoModelForCausalLM``.
-        path: folder with safetensors files, or what else transformers finds such files by.
-        args: further ones of ``kind.from_pretrained``.
-        initialised: parameters, or modules of them, that need not be in the files, such as a new head; transformers
+        path: folder with safetensors files, or a name by which transformers finds such files.
+        args: further arguments of ``kind.from_pretrained``.
+        initialised: names of parameters or modules that need not be in the files, such as a new head; transformers
             initialises them, on the host.
-        kwargs: as of ``kind.from_pretrained``: ``dtype``, ``quantization_config``, ``attn_implementation``.
+        kwargs: keyword arguments of ``kind.from_pretrained``: ``dtype``, ``quantization_config``,
+            ``attn_implementation``.
     Returns:
         The model, in evaluation mode, as transformers returns it.
     Raises:
-        ConfigurationError: an option says where the model goes; a parameter is in no file, or has another shape there;
-            a file is damaged, or of another kind.
+        ConfigurationError: an option decides where the model goes; a parameter is in no file, or has another shape
+            there; a file is damaged, or is not a safetensors file.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -86,19 +88,19 @@ def from_pretrained(kind: Any, path: str, *args: Any, initialised: Sequence[str]
 
 @dataclass(frozen=True)
 class _Group:
-    """A set of tensors in files that the loader reads together, and the parameters that it makes of them."""
+    """A set of tensors in files that the loader reads together, and the parameters that it makes from them."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
 
 
-# Has transformers load tensors into a model, on a device; gives its report.
+# Makes transformers load tensors into a model, on a device, and returns its report.
 _Load = Callable[[nn.Module, Mapping[str, Any], torch.device], Any]
 
 
 @dataclass(eq=False)
 class StoredModel:
-    """The weights of one model in files, by the names of its parameters.
+    """The weights of a model in files, by the names of its parameters; a store for notes.
 
     Attributes:
         files: files with the weights.
@@ -116,15 +118,15 @@ class StoredModel:
         return self._groups.keys()
 
     def read(self, key: str, parameter: nn.Parameter, device: torch.device, example: bool = False) -> Tensor:
-        """Read the contents of a parameter in its present dtype, and give it their quantization state.
+        """Read the contents of a parameter in its present dtype, and set its quantization state if it has one.
 
         Args:
             key: name of the parameter in the model.
-            parameter: parameter that is to have the contents.
+            parameter: parameter for which the contents are read.
             device: device of the contents.
-            example: whether random numbers may take the place of large tensors in the files.
+            example: whether random numbers may replace large tensors in the files.
         Returns:
-            The contents, of the shape of the parameter (packed if it has 4 bits).
+            The contents, with the shape of the parameter (packed if it is a 4-bit weight).
         Raises:
             ConfigurationError: a file is damaged, gone, or has changed.
         """
@@ -143,7 +145,7 @@ class StoredModel:
         return loaded.data
 
     def _loaded(self, group: _Group, key: str, device: torch.device, example: bool) -> nn.Parameter:
-        """Return a parameter of a group as transformers loads it."""
+        """Return a parameter of a group, as loaded by transformers."""
         small = [name for name in group.sources if not example or self.files.tensors[name].nbytes <= _READ_BYTES]
         slices: dict[str, Any] = {name: replace(self.files.tensors[name], device=device) for name in group.sources}
         targets = {name: self._skeleton.get_parameter(name) for name in group.targets}
@@ -156,7 +158,7 @@ class StoredModel:
                 _put(self._skeleton, name, before)
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Remove the quantization state that reading an example has left in a parameter, and the examples."""
+        """Remove the quantization state that reading an example has set in a parameter, and the kept examples."""
         self._quantized.clear()
         if is_quantized(parameter):
             parameter.quant_state = None  # type: ignore[attr-defined]
@@ -164,7 +166,7 @@ class StoredModel:
 
 @contextlib.contextmanager
 def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
-    """Within this context transformers leaves notes instead of loading weights.
+    """Within this context make transformers leave notes instead of loading weights.
 
     Args:
         made: list to which the stored weights of the model are appended.
@@ -191,7 +193,7 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
         files = Files.of(paths or ())
 
         def load(into: nn.Module, tensors: Mapping[str, Any], device: torch.device) -> Any:
-            # no bar for each tensor, and no threads for each
+            # without a progress bar and threads for each tensor
             quiet = replaced(loading, "tqdm", lambda items, **_: items)
             with quiet, replaced(loading, "is_env_variable_true", "HF_DEACTIVATE_ASYNC_LOAD".__eq__):
                 return loading.convert_and_load_state_dict_in_model(
@@ -208,7 +210,7 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
 
 
 def _grouped(model: Any, files: Files, config: Any) -> list[list[str]]:
-    """Return the keys in files, grouped by the parameters that transformers' loader makes from them."""
+    """Return the keys of tensors in files, grouped by the parameters that transformers' loader makes from them."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     state = model.state_dict()
@@ -219,18 +221,18 @@ def _grouped(model: Any, files: Files, config: Any) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for key in files.tensors:
         target, _ = rename(key, renamings, converters)
-        if target not in state and key in state:  # as transformers does it
+        if target not in state and key in state:  # as in transformers
             target, _ = rename(key, [], [])
         groups.setdefault(target, []).append(key)
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         pair = groups.get(tied), groups.get(source)
         if pair[0] and pair[1] and len(pair[0]) == len(pair[1]) == 1 and files.equal(pair[0][0], pair[1][0]):
-            del groups[tied]  # transformers ties what is not there
+            del groups[tied]  # transformers ties a parameter that is not loaded
     return list(groups.values())
 
 
 def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredModel, Any]:
-    """Leave a note at each parameter that is in the files, load their buffers, and return transformers' report too."""
+    """Leave a note at each parameter in the files, load buffers; return the stored model and transformers' report."""
     state, buffers, meta = model.state_dict(), dict(model.named_buffers()), torch.device("meta")
     groups: dict[str, _Group] = {}
     report: Any = load(model, {}, meta)
@@ -240,7 +242,7 @@ def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredMo
         wrong = {name: (shape, wanted) for name, shape, wanted in one.mismatched_keys}
         if wrong and not config.ignore_mismatched_sizes:
             raise _of_other_shape(model, files, group, wrong)
-        if any(name in buffers for name in group.targets):  # they are small, and every process has them
+        if any(name in buffers for name in group.targets):  # buffers are small, and every process has them
             with files.slices(keys) as slices:
                 load(model, slices, torch.device("cpu"))
         groups |= {name: group for name in group.targets if name not in buffers and name not in wrong}
@@ -248,7 +250,7 @@ def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredMo
         report.unexpected_keys |= one.unexpected_keys
         report.mismatched_keys |= one.mismatched_keys
         report.conversion_errors |= one.conversion_errors
-    # those of 4 bits cannot be copied, and packed ones take their place; the user may give others another dtype
+    # 4-bit weights cannot be copied, so the copy shares them (the model gets packed ones); the user may convert others
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if is_quantized(parameter)}
     stored = StoredModel(files, groups, copy.deepcopy(model, shared), load)
     for name in groups:
@@ -264,15 +266,15 @@ def _of_other_shape(
     name, (shape, wanted) = next(iter(wrong.items()))
     sources, file = listed([*map(repr, group.sources)]), files.file_of[group.sources[0]]
     return ConfigurationError(
-        f"'{name}' of {type(model).__name__} is of shape {tuple(wanted)}, but made from {sources} of {file} it is of "
-        f"shape {tuple(shape)}; give the configuration that belongs to the files, or ignore_mismatched_sizes=True to "
-        "have it initialised"
+        f"'{name}' of {type(model).__name__} has the shape {tuple(wanted)}, but made from {sources} of {file} it has "
+        f"the shape {tuple(shape)}; give the configuration that belongs to the files, or ignore_mismatched_sizes=True "
+        "to initialise it"
     )
 
 
 @contextlib.contextmanager
 def _alone(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within this context a model seems to have only these parameters, since listing all of them takes long."""
+    """Within this context make a model list only these parameters, since listing all of them is slow."""
     with replaced(model, "state_dict", lambda: parameters), replaced(model, "named_buffers", lambda: ()):
         yield
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits by bitsandbytes, whose parameters need a quantization state besides their contents."""
+"""4-bit weights of bitsandbytes, whose parameters need a quantization state in addition to their contents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_avgpipe.errors import ConfigurationError
 
 
 def check_quantizer(quantizer: Any) -> None:
-    """Check that weights of a model can be quantized one at a time.
+    """Check that the weights of a model can be quantized one at a time.
 
     Args:
         quantizer: quantizer of transformers; None if the model is not quantized.
     Raises:
-        ConfigurationError: the quantizer is not bitsandbytes with 4 bits, or the files are quantized already.
+        ConfigurationError: the quantizer is not bitsandbytes with 4 bits, or the files have quantized weights.
     """
     if quantizer is None:
         return
@@ -28,18 +28,18 @@ def check_quantizer(quantizer: Any) -> None:
         )
     if quantizer.pre_quantized:
         raise ConfigurationError(
-            "The files hold weights in 4 bits already, which cannot be read a tensor at a time; give the files that "
-            "they were made from, which are quantized while they are read"
+            "The files hold 4-bit weights already, which cannot be read a tensor at a time; give the files from which "
+            "they were made: they are quantized while they are read"
         )
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has 4 bits."""
+    """Return whether a parameter is a 4-bit weight."""
     return hasattr(parameter, "quant_state")
 
 
 def as_quantized(parameter: Any) -> nn.Parameter:
-    """Return a parameter, or for one of 4 bits a packed one on meta of the size that it will have."""
+    """Return the parameter or, for a 4-bit weight, one on meta with the shape that it will have when packed."""
     if not is_quantized(parameter):
         return parameter
     words = -(-parameter.numel() // (2 * parameter.quant_storage.itemsize))

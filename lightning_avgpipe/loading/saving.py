@@ -1,7 +1,7 @@
-"""Write models of which each process holds a part, or none has read the rest, a shard at a time.
+"""Write models a shard at a time, of which each process holds a part, or parts of which no process has read.
 
-transformers (or peft) writes the files, with everything that belongs to them. It is given stand-ins on the meta device,
-which tell what they were made from::
+transformers (or peft) writes the files, and everything that belongs to them. It gets stand-ins on the meta device, and
+it is traced from which weights each tensor is made::
 
     stand-ins of all weights  ->  renamed, fused and divided into shards  ->  contents of one shard are fetched,
                                   by transformers                             converted, written and dropped
@@ -28,7 +28,7 @@ from lightning_avgpipe.weights.initialisation import note_of
 from lightning_avgpipe.weights.ownership import nothing_to_save
 from lightning_avgpipe.weights.relocation import Lending
 
-# Options that say who writes what, which the processes agree on here.
+# Options that decide which process writes what; this is decided here.
 _REFUSED = ("state_dict", "is_main_process", "distributed_checkpoint", "safe_serialization")
 
 # Returns the contents of some weights on the host, by name.
@@ -43,17 +43,17 @@ def save(
     merge: bool = False,
     **options: Any,
 ) -> None:
-    """Write a model on rank 0, which the other processes lend their parts of it. All processes call it.
+    """Write a model on rank 0, to which the other processes lend their parts. All processes call it.
 
     Args:
         model: model with ``save_pretrained``.
         folder: folder to write.
-        processes: processes that hold the model together; None: this one alone.
-        elsewhere: returns whether another process answers for a tensor that this one has too.
+        processes: processes that hold the model together; None: only this one.
+        elsewhere: returns whether another process answers for a tensor that this one also has.
         merge: whether adapters of peft are merged into the weights.
-        options: further ones of ``model.save_pretrained``.
+        options: further options of ``model.save_pretrained``.
     Raises:
-        ConfigurationError: the model cannot be written, or an option says who writes what.
+        ConfigurationError: the model cannot be written, or an option decides which process writes what.
         AvgPipeError: rank 0 could not write the files.
     """
     _check(model, merge, options)
@@ -72,7 +72,7 @@ def save(
     def write() -> BaseException | None:
         try:
             _write(model, folder, fetch, merge, options)
-        except PeerError:  # the others know
+        except PeerError:  # the other processes know the failure already
             raise
         except BaseException as error:
             return error
@@ -103,9 +103,9 @@ def _check(model: Any, merge: bool, options: Mapping[str, Any]) -> None:
     quantized = [name for name, p in model.named_parameters() if hasattr(p, "quant_state")]
     if quantized and (merge or not _of_peft(model)):
         raise ConfigurationError(
-            f"'{quantized[0]}' has 4 bits, and files of whole models hold what they were quantized from. Save the "
-            "adapters (the PeftModel, without merge); then read the model without quantization_config, put them on it "
-            "by PeftModel.from_pretrained, and save that with merge=True"
+            f"'{quantized[0]}' has 4 bits, but files of whole models hold unquantized weights. Save the adapters (the "
+            "PeftModel, without merge); then read the model without quantization_config, add the adapters with "
+            "PeftModel.from_pretrained, and save that with merge=True"
         )
 
 
@@ -118,7 +118,11 @@ def _of_peft(model: Any) -> bool:
 
 
 def _fetched(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Return contents that this process has, or that are still in the files of the model."""
+    """Return contents of weights that this process has, or that are still in the files of the model.
+
+    Raises:
+        ConfigurationError: no process has contents for a weight.
+    """
     found = {}
     for name in names:
         tensor, note = tensors[name], note_of(tensors[name])  # type: ignore[arg-type]
@@ -138,7 +142,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class _Traced(TorchFunctionMode):
-    """A mode that notes from which weights a tensor without contents was made."""
+    """A mode that records from which weights each tensor is made, starting with stand-ins for the weights."""
 
     def __init__(self, stand_ins: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -153,12 +157,12 @@ class _Traced(TorchFunctionMode):
         return result
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
-        """Return the names of the weights that a tensor was made from."""
+        """Return the names of the weights from which a tensor was made."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
 
 
 def _write(model: Any, folder: str | Path, fetch: _Fetch, merge: bool, options: Mapping[str, Any]) -> None:
-    """Have transformers or peft write all files of a model."""
+    """Make transformers or peft write all files of a model."""
     if merge:
         merging = _Merging(model)
         model, fetch = merging.model, merging.fetching(fetch)
@@ -171,7 +175,7 @@ def _write(model: Any, folder: str | Path, fetch: _Fetch, merge: bool, options: 
 
     def converting(*args: Any) -> Any:
         converts.append(True)
-        # each in memory of its own, as its size counts for its shard
+        # not views of one tensor: the size of the memory counts when shards are made
         return {key: torch.empty_like(t, memory_format=torch.contiguous_format) for key, t in convert(*args).items()}  # type: ignore[misc]
 
     def write_shard(shard: Mapping[str, Tensor], path: str, metadata: Any = None) -> None:
@@ -201,7 +205,7 @@ class _Merging:
     """A model with its adapters merged by peft, one layer at a time.
 
     Args:
-        adapted: model of peft, which stays as it is.
+        adapted: model of peft, which does not change.
 
     Attributes:
         model: the merged model, on the meta device.
@@ -217,14 +221,14 @@ class _Merging:
             path: {name: f"{prefix}.{path}.{name}" for name in layer.state_dict()}
             for path, layer in self._layers.items()
         }
-        self._on_meta = on_meta  # kept alive, since others could get their ids
+        self._on_meta = on_meta  # kept alive, because other objects could get their ids
         self.model = copy.deepcopy(adapted, dict(on_meta)).merge_and_unload()
         ends = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if None not in ends and ends[0].weight is not ends[1].weight:
             self.model.config.tie_word_embeddings = False
 
     def fetching(self, fetch: _Fetch) -> _Fetch:
-        """Return a function that fetches weights of the merged model, given one for those of the adapted model."""
+        """Return a function that fetches merged weights; ``fetch`` fetches weights of the adapted model."""
 
         def merged(names: Collection[str]) -> dict[str, Tensor]:
             plain = self.model.state_dict(keep_vars=True)
@@ -253,7 +257,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _merged(layer: Any, contents: Mapping[str, Tensor]) -> nn.Module:
-    """Return what peft replaces a layer with when it merges, with contents of its own."""
+    """Return the layer with which peft replaces a layer when it merges, with new memory for its contents."""
     tensors = layer.state_dict(keep_vars=True)
     own = {id(t): _like(t, contents[name].clone()) for name, t in tensors.items() if isinstance(t, Tensor)}
     made = copy.deepcopy(layer, own)
