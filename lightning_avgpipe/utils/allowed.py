@@ -49,7 +49,7 @@ def whole(least: int, most: int, example: int, *words: str) -> Allowed:
 
 
 def number(above: float, most: float, example: float, *words: str, least: bool = False) -> Allowed:
-    """Allow a number above a bound (or, if ``least``, from it on) up to ``most``, or one of some words."""
+    """Allow a number above ``above`` (or equal to it, if ``least``) up to ``most``, or one of some words."""
     bounds = f"from {above:g} to {most:g}" if least else f"above {above:g}, at most {most:g}"
 
     def accepts(value: Any) -> bool:
@@ -80,7 +80,7 @@ def names(what: str, example: str) -> Allowed:
 
 
 def directory(*words: str) -> Allowed:
-    """Allow the path of a directory, or one of some words, which are not taken as paths."""
+    """Allow the path of a directory, or one of some words, which do not count as paths."""
     what = " or ".join([*map(repr, words), "the path of a directory"])
     return Allowed(what, "'some/folder'", lambda v: _is_name(v) or isinstance(v, os.PathLike))
 
@@ -92,7 +92,7 @@ def instance(kind: type, example: str) -> Allowed:
 
 
 def either(first: Allowed, second: Allowed) -> Allowed:
-    """Allow the values of two entries."""
+    """Allow the values that at least one of two entries allows."""
     what = f"{first.what}, or {second.what}"
     return Allowed(what, second.example, lambda v: first.accepts(v) or second.accepts(v))
 
@@ -123,11 +123,11 @@ def check(table: Table, given: Mapping[str, Any], owner: str = "") -> None:
 
 
 def documented(table: Table, further: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
-    """Make a decorator that adds the allowed values to the docstring of a class, at the help of each argument.
+    """Make a decorator that adds the allowed values to the description of each argument in a class's docstring.
 
     Args:
         table: allowed values by option.
-        further: texts by option that come before its allowed values.
+        further: texts to add before the allowed values, by option.
     """
 
     def add(kind: Class) -> Class:
@@ -151,10 +151,10 @@ def documented(table: Table, further: Mapping[str, str] | None = None) -> Callab
 
 
 def suggesting_names(**parts: type) -> Callable[[Class], Class]:
-    """Make a decorator of a class that raises an error with the nearest known keyword for an unknown one.
+    """Make a decorator of a class whose error for an unknown keyword suggests the closest known ones.
 
     Args:
-        parts: option -> class of its values. For a keyword of such a class, the error says how to give it there.
+        parts: option -> class of its values. For a keyword of such a class, the error says how to pass it to that.
     """
 
     def add(kind: Class) -> Class:
@@ -188,7 +188,7 @@ def _is_name(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # the error is about the option, also if repr() of a user's class raises
+    except Exception as error:  # repr() of a user's class may raise; the message must still be about the option
         text = f"<{type(value).__name__} without repr(): {type(error).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -227,7 +227,7 @@ DURATION = Allowed(
 )
 
 
-# -- types of options for jsonargparse, with which a command line refuses wrong values while parsing ------------------
+# -- types of options for jsonargparse, which then refuses wrong values on the command line ---------------------------
 
 
 class Name(str):

@@ -1,4 +1,4 @@
-"""Device ports, memory and clocks: one interface to the host and to accelerators, which work behind the calls."""
+"""Device ports, memory and clocks: one interface to the host and to accelerators, which work asynchronously."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import Tensor
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
-_MOST_BLOCKS = 4  # thread blocks of a transfer
+_MOST_BLOCKS = 4  # most thread blocks of a transfer
 # type of device -> variable -> value
 _ENVIRONMENT = {
     "cuda": {
-        # hardware queues: streams that share one wait for each other
+        # number of hardware queues: streams that share one wait for each other
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        # after an error, or its timeout, NCCL's communicators are aborted, but not the process: its own error names
-        # stage, rank and action
+        # after an error or a timeout, abort NCCL's communicators but not the process: its own error is more precise,
+        # since it names stage, rank and action
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     }
 }
-# The same for several processes: a kernel that is loaded at its first launch may wait for all that runs on the device,
-# and so for a send that waits for another process, which waits likewise.
+# The same for several processes. Loading a kernel at its first launch may wait for everything that runs on the device,
+# including a send that waits for another process, which may wait in the same way: a deadlock.
 _ENVIRONMENT_OF_SEVERAL = {"cuda": {"CUDA_MODULE_LOADING": "EAGER"}}
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # torch's allocator raises a RuntimeError with this name
 
@@ -47,7 +47,7 @@ def keeps_graphs(options: Mapping[str, Any]) -> bool:
 
 
 host_now = time.perf_counter
-Moment = float | torch.Event  # a time of this process's clock, or on an accelerator an event with a later time
+Moment = float | torch.Event  # a time on this process's clock, or on an accelerator an event that records its time
 
 
 def has_passed(moment: Moment) -> bool:
@@ -105,9 +105,9 @@ def device_backend(name: str | None, device: torch.device) -> str:
 
 
 def urgent_options(backend: str, timeout: timedelta) -> Any:
-    """Return options of torch.distributed for transfers beside work that computes; None if a backend has none.
+    """Return options of torch.distributed for transfers that run beside computation; None if a backend has none.
 
-    They have high priority, and few multiprocessors, which they occupy while they wait for the other end.
+    Such transfers have high priority, and use few multiprocessors, which they occupy while they wait for the other end.
     """
     if backend != "nccl":
         return None
@@ -118,14 +118,14 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
 
 
 def set_environment(device: torch.device, environment: MutableMapping[str, str], several: bool) -> list[str]:
-    """Set variables that a kind of device and its backend read when they start, unless the user has set them.
+    """Set the variables that a kind of device and its backend read when they start, unless the user has set them.
 
     Args:
         device: a device of the kind.
-        environment: the environment of this process, which those that it starts inherit.
+        environment: environment of this process, which processes that it starts inherit.
         several: whether several processes train.
     Returns:
-        Variables that were set too late, since this process has begun to use a device of this kind.
+        Names of variables that were set too late, because this process already uses a device of this kind.
     """
     variables = {
         **_ENVIRONMENT.get(device.type, {}),
@@ -148,7 +148,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _waits() -> int:
-    """Return how often this thread has given up the processor to sleep or wait; 0 where this is not known."""
+    """Return how often this thread has yielded the processor to sleep or wait; 0 where this is not known."""
     with contextlib.suppress(ImportError, AttributeError):  # RUSAGE_THREAD exists on Linux only
         import resource
 
@@ -157,14 +157,14 @@ def _waits() -> int:
 
 
 class DevicePort:
-    """The port of a device without streams, whose work is done when a call returns, such as the host.
+    """The port of a device without streams, such as the host: its work is done when a call returns.
 
     Args:
-        device: device that this is the port of.
+        device: device of the port.
 
     Attributes:
         runs_ahead: whether calls return before their work is done.
-        memory: total and used memory of the device; here that of the host.
+        memory: total and used memory of the device; in this class that of the host.
     """
 
     runs_ahead = False
@@ -181,7 +181,7 @@ class DevicePort:
     @property
     def name(self) -> str:
         """The name of the device model."""
-        with contextlib.suppress(OSError):  # on Linux this file names the model, which platform does not
+        with contextlib.suppress(OSError):  # on Linux this file has the model's name, which platform does not return
             for line in Path("/proc/cpuinfo").read_text().splitlines():
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
@@ -195,7 +195,7 @@ class DevicePort:
     # -- streams and time ----------------------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        """Make the device the current one of this thread."""
+        """Make the device the current device of this thread."""
 
     def synchronize(self) -> None:
         """Wait until all work of the device is done."""
@@ -221,10 +221,10 @@ class DevicePort:
         return None
 
     def hand_over(self, tensor: Tensor) -> None:
-        """Let the current stream use a tensor of another one, which it waits for: keep its memory until it has."""
+        """Keep the memory of another stream's tensor until the current stream, which waits for it, has used it."""
 
     def moment(self, stream: Any = None) -> Moment:
-        """Return the moment at which a stream, by default the current one, has done its work so far."""
+        """Return the moment at which a stream (default: the current one) finishes its work so far."""
         return time.perf_counter()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
@@ -232,13 +232,13 @@ class DevicePort:
         waits, begin_s, begin_own_s = _waits(), time.perf_counter(), time.thread_time()
         result = work()
         own_s, took_s = time.thread_time() - begin_own_s, time.perf_counter() - begin_s
-        # With one thread, count the processor time, which excludes other processes, unless the work waited.
+        # With one thread, use its processor time, which excludes other processes, unless the work waited.
         computed = torch.get_num_threads() == 1 and (own_s > took_s / 2 or _waits() == waits)
         return result, own_s if computed else took_s
 
 
 class AcceleratorPort(DevicePort):
-    """The port of a device with streams and an allocator, which uses torch's module for it, such as ``torch.cuda``."""
+    """The port of a device with streams and an allocator, by torch's module for it, such as ``torch.cuda``."""
 
     runs_ahead = True
 
@@ -253,7 +253,7 @@ class AcceleratorPort(DevicePort):
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        self._torch.current_device()  # initialises the device, and so makes the generators
+        self._torch.current_device()  # initialises the device, which creates the generators
         return torch.default_generator, self._torch.default_generators[self.device.index or 0]
 
     def enter_thread(self) -> None:
@@ -293,7 +293,7 @@ class DeviceMemory:
     """The memory of the host, for which torch does not count allocations.
 
     Attributes:
-        is_counted: whether an allocator counts what is allocated.
+        is_counted: whether an allocator counts allocations.
     """
 
     is_counted = False
@@ -310,7 +310,7 @@ class DeviceMemory:
             return self.total_bytes()
 
     def other_bytes(self) -> int:
-        """Return the used memory without the part that this process's allocator has reserved."""
+        """Return the used memory, except what this process's allocator has reserved; 0 where it is not counted."""
         return 0
 
     def allocated_bytes(self) -> int:
@@ -353,7 +353,7 @@ class AllocatorMemory(DeviceMemory):
         return int(self._torch.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        # includes memory that was freed while other streams used it, such as messages, as it is not available either
+        # includes memory (of messages) that was freed while other streams use it: it is not available yet either
         found = self._torch.memory_stats(self._device).get("active_bytes.all.peak")
         return int(self._torch.max_memory_allocated(self._device) if found is None else found)
 
@@ -362,10 +362,10 @@ class AllocatorMemory(DeviceMemory):
 
 
 class DeviceClock:
-    """A clock that reads the time where work happens: on the host at once, on an accelerator by events.
+    """A clock that reads the time at which work happens: on the host immediately, on an accelerator by events.
 
-    An anchor event ties the events of an accelerator to the host's clock. Making the clock waits for the device once,
-    and so does reading the first event afterwards; in between the host never waits.
+    An anchor event relates the events of an accelerator to the host's clock. Creating the clock waits for the device,
+    and so does reading the first event later; in between the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -376,7 +376,7 @@ class DeviceClock:
         self._anchored_s = host_now()
 
     def now(self, stream: Any = None) -> Moment:
-        """Return the moment at which a stream (default: the current one) gets here; on the host, this instant."""
+        """Return the moment at which a stream (default: the current one) reaches this point; on the host, now."""
         return self._port.moment(stream)
 
     def seconds(self, moment: Moment) -> float:
@@ -393,7 +393,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def lap(self, number: int) -> Iterator[None]:
-        """Time what is queued or done within this context as one lap. A lap that raises is not counted."""
+        """Time the work within this context, queued or done, as one lap. A lap that raises is not counted."""
         begin = self._port.moment()
         yield
         self._laps.append((number, begin, self._port.moment()))
@@ -414,7 +414,7 @@ class Stopwatch:
 def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
     """Move tensors to a device within this context, and back after it."""
     moves = device is not None and not port_of(device).is_host
-    # tensors without contents here are fetched on demand instead
+    # tensors without contents on this process are fetched on demand instead
     homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
     for tensor, home in homes:
         tensor.data = home.to(device)

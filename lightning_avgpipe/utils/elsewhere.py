@@ -17,11 +17,11 @@ _USES = (*_OTHERS.split(), *(f"{side}{name}" for name in _BINARY.split() for sid
 
 
 class Elsewhere:
-    """The value of an attribute which only the process or stage of its submodule has; using it is an error.
+    """The value of an attribute that only the process or stage of its submodule has; using it is an error.
 
     Args:
         name: full name of the attribute.
-        why: why it is not here, and what to do.
+        why: why the value is not available here, and what to do.
     """
 
     __slots__ = ("_name", "_why")
@@ -45,7 +45,7 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Say of functions of torch too that they use it: what parses their arguments asks nothing else of it."""
+        """Raise the error for functions of torch too: parsing their arguments calls no other method of this class."""
         next(leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, cls))._used()
 
     @property

@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 _PACKAGE = __name__.partition(".")[0]
 _POLL_S = 0.2
-_IDLE_S = 30.0  # a child that computes nothing for so long is stuck, waiting for a thread that it does not have
+_IDLE_S = 30.0  # a child that computes nothing for longer is stuck, waiting for a thread that was not forked
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class ForkError(AvgPipeError):
-    """A child could not be forked, has died or hangs, or its result cannot be sent."""
+    """A child that could not be forked, has died or hangs, or whose result cannot be sent."""
 
 
 class _Records(logging.Handler):
@@ -54,7 +54,7 @@ class _Records(logging.Handler):
 
 
 class _ChildTraceback(Exception):
-    """The traceback of an error in the child, which is the cause of that error in the parent."""
+    """The traceback of an error in the child, which becomes the cause of the error in the parent."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f'\n"""\n{text}"""')
@@ -67,7 +67,7 @@ def why_no_fork(device: torch.device) -> str | None:
         device: device on which the child would compute.
     """
     if sys.platform != "linux":
-        return f"on {sys.platform} a forked child could not be told from one that hangs, nor be ended with its parent"
+        return f"on {sys.platform} it could not be noticed that a forked child hangs, nor would it end with its parent"
     if not port_of(device).is_host:
         return f"a forked process cannot use {device.type}"
     if (used := accelerator_in_use()) is not None:
@@ -80,15 +80,15 @@ class Child:
 
     Changes of modules, objects and generators by the function stay in the child. Output, warnings and log records of
     the child are dropped, so that those of user code appear only once, in the process that trains. Records of this
-    package's loggers are passed on. Sockets are closed in the child, so that peers notice when this process ends, and
-    the child ends with this process.
+    package's loggers are forwarded. Sockets are closed in the child, so that peers notice when this process ends. The
+    child is killed when this process ends.
 
     Args:
-        work: function that runs in the child. It gets the connection to this process, and may receive from it. Its
+        work: function that runs in the child. It gets the connection to this process, from which it may receive. Its
             result or error is sent to this process.
         purpose: what the child does, for messages.
     Raises:
-        ForkError: the system gives no memory for a child, or allows no further process.
+        ForkError: the system has no memory for a child, or allows no further process.
     """
 
     def __init__(self, work: Callable[[Connection], Any], purpose: str) -> None:
@@ -110,14 +110,14 @@ class Child:
         theirs.close()
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Wait for the next message of the child, or its result.
+        """Wait for the next message of the child, or its result, and return it.
 
         Args:
             timeout_s: seconds to wait; None: wait as long as the child computes.
         Raises:
-            TimeoutError: nothing was received in time. The child goes on.
+            TimeoutError: nothing was received in time. The child continues.
             ForkError: the child has died, or hangs.
-            Exception: the error that the function has raised.
+            Exception: the error that the function raised.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -157,10 +157,10 @@ class Child:
             raise self._died() from None
 
     def _died(self) -> ForkError:
-        """Return an error that says how the child has ended, whose end of the connection is closed."""
+        """Reap the child, whose end of the connection is closed, and return an error that says how it ended."""
         how = "before"
         if self.pid:
-            os.kill(self.pid, signal.SIGKILL)  # without effect on one that has ended, which is not reaped yet
+            os.kill(self.pid, signal.SIGKILL)  # has no effect on a child that has ended and is not reaped yet
             _, status = os.waitpid(self.pid, 0)
             self.pid, code = 0, os.waitstatus_to_exitcode(status)
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
@@ -182,11 +182,11 @@ class Child:
         self.close()
 
     def _cpu_s(self) -> float:
-        """Return the seconds that the child has computed."""
+        """Return the processor seconds that the child has used."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
-        except OSError:  # somebody else has reaped it: the connection tells that it has ended
+        except OSError:  # other code has reaped it; the connection will show that it has ended
             return time.monotonic()
         return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
@@ -215,7 +215,7 @@ def receive(connection: Connection) -> Any:
 def _run(work: Callable[[Connection], Any], connection: Connection, parent: int) -> NoReturn:
     """Run the function in the child, and exit without returning to the code that forked it."""
     try:
-        gc.freeze()  # garbage of the parent may own threads that do not exist here, and must not be collected
+        gc.freeze()  # do not collect garbage of the parent: it may own threads that do not exist here
         _detach(connection, parent)
         threads = torch.get_num_threads()
         if threads == 1:

@@ -1,8 +1,8 @@
 """The only import of Lightning in this package, from ``lightning.pytorch`` or from ``pytorch_lightning``.
 
-The two packages have the same names and the same code, but the classes of one are unknown to the other. So this package
-works with one of them in a process, :data:`~lightning_avgpipe.utils.versions.PACKAGE`. Objects of the other package are
-refused with :func:`refuse_other`.
+The two packages have the same names and the same code, but do not recognise each other's classes. So in a process this
+package works with only one of them, :data:`~lightning_avgpipe.utils.versions.PACKAGE`. :func:`refuse_other` refuses
+objects of the other one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RichProgressBar = pl.callbacks.RichProgressBar
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 ThroughputMonitor = pl.callbacks.ThroughputMonitor
 TQDMProgressBar = pl.callbacks.TQDMProgressBar
-# The type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing.
+# The type of callback that keeps an average of the weights, as a tuple; empty before Lightning 2.6, which has none.
 WEIGHT_AVERAGING = (pl.callbacks.WeightAveraging,) if hasattr(pl.callbacks, "WeightAveraging") else ()
 convert_inf = pl.callbacks.progress.tqdm_progress.convert_inf
 TensorBoardLogger = pl.loggers.TensorBoardLogger
@@ -98,7 +98,7 @@ _FOREIGN = ("lightning.",) if OTHER == "lightning.pytorch" else ("pytorch_lightn
 
 
 def refuse_other(name: str, thing: object) -> None:
-    """Check that an object is not from the package of Lightning that this package does not work with.
+    """Check that an object is not from the package of Lightning with which this process does not work.
 
     Args:
         name: name of the object, for the error.

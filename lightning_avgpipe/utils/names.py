@@ -35,15 +35,15 @@ def is_within(name: str, path: str) -> bool:
 
 
 def fitting(patterns: Sequence[str], known: Collection[str], option: str, owner: object) -> list[str]:
-    """Return the known names that fit a pattern, in the order of the patterns, without names below another result.
+    """Return the known names that match patterns, in the order of the patterns, without names below another result.
 
     Args:
-        patterns: names and patterns for them (``blocks.*``), as a user has given them.
-        known: names in the order in which those that fit the same pattern are returned.
+        patterns: names and patterns of names (``blocks.*``), as given by the user.
+        known: known names, in the order in which matches of the same pattern are returned.
         option: option that has the patterns, for messages.
         owner: object that has the names, for messages.
     Raises:
-        ConfigurationError: a pattern fits no name. The message says which names come close.
+        ConfigurationError: a pattern matches no name. The message suggests similar names.
     """
     found: list[str] = []
     for pattern in patterns:

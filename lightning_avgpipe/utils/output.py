@@ -1,4 +1,4 @@
-"""Muting of the output, warnings and log records of a thread where another one, or another process, repeats them."""
+"""Muting of a thread's output, warnings and log records that another thread or process produces as well."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_muted() -> bool:
 
 
 class _Stream:
-    """A replacement of ``sys.stdout`` or ``sys.stderr`` that drops what muted threads write."""
+    """A replacement for ``sys.stdout`` or ``sys.stderr`` that drops what muted threads write."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -43,7 +43,7 @@ class _Stream:
 
 
 def heard(stream: Any) -> Any:
-    """Return the stream that a muting replacement writes to; any other stream is returned itself."""
+    """Return the stream behind a muting replacement; any other stream is returned unchanged."""
     return stream._stream if isinstance(stream, _Stream) else stream
 
 
@@ -94,7 +94,7 @@ def _show(message: Any) -> None:
     if not _is_muted() or _shows() != _thread.shows:
         _show_any(message)
         return
-    # forget the dropped warning, so that it is shown when it is raised the next time without muting
+    # forget the dropped warning, so that it is shown the next time that it is raised without muting
     text, category = str(message.message), message.category
     _warnings.onceregistry.pop((text, category), None)
     frame = sys._getframe(1)

@@ -1,9 +1,9 @@
 """The start of processes: the parent process, and the store that all of them share.
 
-A parent has started this one by running the script again, as ddp's launcher does, or as a copy.
+A parent starts other processes by running the script again, as ddp's launcher does, or as copies of itself.
 
-Before the processes are connected, a started process ends when its starter does. Otherwise it would wait for the
-starter until the timeout. The starter notices when a process that it has started dies, and ends those that are stuck.
+Until the processes are connected, a started process ends when its starter does; otherwise it would wait for the starter
+until the timeout. The starter notices when a process that it has started dies, and kills those that are stuck.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch.distributed as dist
 from lightning_avgpipe.errors import PeerError
 
 _POLL_S = 0.5
-_END_S = 10.0  # time in which processes of a failed run may end by themselves
+_END_S = 10.0  # time that processes of a failed run have to end by themselves
 _VARIABLE = "AVGPIPE_STARTER"
 # read once and removed, so that processes that this one starts do not inherit it
 _SCRIPT_STARTER = os.environ.pop(_VARIABLE, "")
-_started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; later trainers in this process also use it
+_started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; later trainers in this process use them too
 
 
 @contextlib.contextmanager
 def starting(first: int, processes: Callable[[], Sequence[subprocess.Popen[Any]]]) -> Iterator[None]:
-    """Tell processes that are started within this context that this process is their starter.
+    """Tell the processes that are started within this context that this process is their starter.
 
     Args:
         first: rank of the first started process.
@@ -73,8 +73,8 @@ def ended(code: int) -> str:
 
 @functools.cache
 def end_with_this_process() -> None:
-    """Let this process, when it exits, end the processes that it started, even if they are stuck."""
-    # at exit, so that the error of this process is shown first
+    """Register that this process, when it exits, ends the processes that it started, even if they are stuck."""
+    # at exit, so that this process's error is shown first
     atexit.register(_end, started())
 
 
@@ -96,7 +96,7 @@ def needing_starter(name: str) -> Iterator[None]:
         name: name of this process, for messages.
 
     Raises:
-        PeerError: the starter is gone already.
+        PeerError: the starter has ended already.
     """
     starter = _starter()
     if starter is None:
@@ -129,7 +129,7 @@ def needing_starter(name: str) -> Iterator[None]:
 
 def _starter() -> int | None:
     """Return the id of the process that started this one; None if it was started in another way."""
-    if os.name != "posix":  # elsewhere getppid() does not change when the parent is gone
+    if os.name != "posix":  # elsewhere getppid() does not change when the parent has ended
         return None
     parent = multiprocessing.parent_process()
     if parent is not None and getattr(multiprocessing.current_process(), "_start_method", "") in ("spawn", "fork"):
@@ -137,7 +137,7 @@ def _starter() -> int | None:
     return int(_SCRIPT_STARTER) if _SCRIPT_STARTER.isdecimal() else None
 
 
-# -- this start of the processes, as opposed to earlier ones with the same store ---------------------------------------
+# -- a part of the store for this start of the processes, without values of earlier starts -----------------------------
 #
 # torchrun keeps its store, with everything that earlier processes wrote, when it restarts processes. Its count of
 # restarts does not distinguish starts, since a node that joined late counts from zero.
@@ -146,23 +146,23 @@ _WELCOME_POLL_S = 0.05
 
 
 def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of a store that is used only by the processes that call this function now.
+    """Return a part of a store that only the processes that now call this function use.
 
     ::
 
         rank r   hello/r = token                  token's welcome -> session     here/session/r
         rank 0            token -> welcome = session                    ... until all are here
 
-    Rank 0 may read a token that an earlier process wrote as rank r. Then it welcomes a process that is gone, and reads
-    again until the current one has answered.
+    Rank 0 may read a token that an earlier process of rank r wrote. Then it welcomes a process that has ended, and
+    reads again until the current one has answered.
 
     Args:
         store: store that all processes share.
         rank: rank of this process.
         world_size: number of processes that call this function.
-        timeout: largest time to wait for all processes.
+        timeout: longest time to wait for all processes.
     Raises:
-        DistStoreError: not all processes have called within the timeout. The message says which are missing.
+        DistStoreError: not all processes called within the timeout. The message says which are missing.
     """
     if rank:
         token = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes, and changes of a module as soon as any code has imported it."""
+"""Temporary replacement of attributes, and patching of a module as soon as it is imported."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-Replacement = tuple[Any, str, Any]  # an object, the name of an attribute of it, and what takes the place of that
+Replacement = tuple[Any, str, Any]  # an object, the name of one of its attributes, and the replacement for that
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of one object or class within this context.
 
-    A copy of the object that is made meanwhile, by ``copy`` or ``pickle``, has the method that the object had before,
-    where a function takes its place; other replacements decide by themselves.
+    If a method is replaced by a function, copies of the object that are made within this context, by ``copy`` or
+    ``pickle``, have the original method. Other replacements are copied as usual.
 
     Raises:
         AttributeError: the object has no such attribute, so that replacing it would have no effect.
     """
     getattr(owner, name)
-    # the attributes of a class are set by nothing else, but an object's own __setattr__ may do more than that
+    # attributes of a class must be set by setattr; for an object, a __setattr__ of its class must not run
     put, remove = (setattr, delattr) if isinstance(owner, type) else (_put, _remove)
     had, before = name in vars(owner), vars(owner).get(name)
     if isinstance(replacement, (FunctionType, MethodType, partial)) and not isinstance(owner, type):
@@ -58,16 +58,17 @@ def _remove(owner: Any, name: str) -> None:
 
 
 class _Method:
-    """A replacement of a method in an object's attributes, with something else in its place in copies of the object.
+    """A replacement for a method in an object's attributes; in copies of the object, something else replaces it.
 
     Args:
-        function: what is called.
-        make: makes what a copy has, from these arguments, of which it has copies.
+        function: function to call.
+        make: called when the object is copied, with copies of ``args``; returns the attribute of the copy.
+        args: arguments of ``make``.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[..., Any], *args: Any) -> None:
         self.function, self._made_by = function, (make, args)
-        # Lightning asks by it whether a method is overridden
+        # Lightning uses this attribute to find out whether a method is overridden
         self.__wrapped__ = getattr(function, "__wrapped__", getattr(function, "func", function))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def noop(*args: Any, **kwargs: Any) -> None:
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call a function now if a module is imported already, otherwise as soon as it has been imported."""
+    """Call a function now if a module has been imported, otherwise as soon as it is imported."""
     if name in sys.modules:
         then()
     else:
@@ -95,7 +96,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Awaiting(MetaPathFinder):
-    """An import finder that finds one module by those behind it, and calls a function after it has been executed."""
+    """An import finder that finds one module by the finders after it, and calls a function when it was executed."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
@@ -105,7 +106,7 @@ class _Awaiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        # only those behind it: another one that awaits the same module would ask this one again
+        # only the finders after this one: another one that awaits the same module would ask this one again
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         others = (finder for finder in behind if hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)

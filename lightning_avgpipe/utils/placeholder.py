@@ -32,7 +32,7 @@ class TensorMeta(NamedTuple):
         dtype: type of its elements.
         on_host: whether it is in the host's memory.
         requires_grad: whether it requires a gradient.
-        order: dimensions in the order in which they lie in memory where the tensor is received; None: ascending.
+        order: order of the dimensions in memory, once the tensor is received; None: ascending.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The stride of each dimension where the tensor is received."""
+        """The stride of each dimension, once the tensor is received."""
         steps, step = [0] * len(self.shape), 1
         for dimension in reversed(self.order or range(len(self.shape))):
             steps[dimension], step = step, step * max(1, self.shape[dimension])
@@ -63,11 +63,11 @@ class _Flow(threading.local):
 class Absent(Tensor):
     """A tensor without memory in place of a value of another stage that is not needed here.
 
-    It has a shape, a type and a device, so that glue which reads these, or makes a view, works. Computing with it
+    It has a shape, a type and a device, so that glue that only reads these, or makes a view, works. Computing with it
     raises an :class:`AbsentValueError` that names the value and says what to do.
     """
 
-    __module__ = "torch"  # by which libraries (opt_einsum) choose the functions that they call
+    __module__ = "torch"  # libraries (opt_einsum) choose their functions by it
     _name: str
     _advice = (
         "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached "
@@ -84,7 +84,7 @@ class Absent(Tensor):
     def maker(
         cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None
     ) -> Callable[[], Absent]:
-        """Return a function that makes such placeholders."""
+        """Return a function that makes placeholders with these properties."""
         make = partial(
             torch.Tensor._make_wrapper_subclass,  # type: ignore[attr-defined]
             cls,
@@ -119,12 +119,12 @@ class Absent(Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the value is a leaf of autograd's graph, as far as is known here: it requires no gradient."""
+        """Whether the value counts as a leaf of autograd's graph: if it requires no gradient."""
         return not self.requires_grad
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """The operation that made the value, which only its own stage knows.
+        """None, as for a value that requires no gradient. Otherwise only the value's own stage knows its operation.
 
         Raises:
             AbsentValueError: the value requires a gradient.
@@ -149,11 +149,11 @@ class Absent(Tensor):
 
     @staticmethod
     def flowing() -> contextlib.AbstractContextManager[None]:
-        """Let operations on absent values give absent values within this context; reading values stays an error."""
+        """Let operations on absent values return absent values within this context; reading values stays an error."""
         return replaced(Absent._flow, "on", True)
 
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the absent result of an operation, whose description is computed on meta tensors."""
+        """Return the absent result of an operation; its shape and type are computed with meta tensors."""
         given = [*args, *kwargs.values()]
         devices = [value for value in given if isinstance(value, torch.device)]
         devices += [other.device for other in given if isinstance(other, Tensor) and other is not self]
@@ -165,7 +165,7 @@ class Absent(Tensor):
 
 
 def _made(*given: Any) -> Absent:
-    """Unpickle a placeholder, whose class has another module's name."""
+    """Unpickle a placeholder, whose class cannot be found by name, because it has another module's name."""
     return Absent(*given)
 
 
@@ -175,7 +175,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def _described(tensor: Tensor) -> Tensor:
-    """Return a meta tensor like an argument, with which an operation gives the description of its result."""
+    """Return a meta tensor like an argument, to compute the shape and type of an operation's result."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -202,8 +202,8 @@ _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Si
 class Constant:
     """An object other than a tensor that a node returned, to be sent to later stages.
 
-    Tensors inside an object lose their autograd history between processes. So they are sent as absent tensors, with
-    which computing is an error, instead of a gradient that is silently missing.
+    Tensors inside an object would lose their autograd history between processes. So they are sent as absent tensors:
+    computing with them is an error, while a gradient would silently be missing.
     """
 
     def __init__(self, value: Any) -> None:
@@ -228,7 +228,7 @@ class _HidingPickler(pickle.Pickler):
         return TensorMeta.of(obj) if isinstance(obj, Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        # a hook stays where its tensor is: its handle removes nothing elsewhere (and holds no plain dict)
+        # a hook stays with its tensor, so elsewhere its handle gets an empty dict, and removes nothing
         return (RemovableHandle, (OrderedDict(),)) if isinstance(obj, RemovableHandle) else NotImplemented
 
 
@@ -243,7 +243,7 @@ def _unhide(pickled: bytes) -> Constant:
 
 @dataclass(frozen=True, eq=True)
 class Spec:
-    """A hashable tree specification; its hash is the number of leaves, and equality is that of the specification."""
+    """A hashable tree specification; its hash is the number of leaves, and specs are equal if their fields are."""
 
     spec: Any
     num_leaves: int

@@ -24,9 +24,9 @@ class RandomKey:
 
     Attributes:
         seed: seed of the run, the same on all ranks.
-        iteration: number of batches so far.
-        pipeline: n, number of the pipeline, 0-based.
-        micro_batch: i, number of the micro-batch, 0-based.
+        iteration: number of batches before this one.
+        pipeline: number n of the pipeline, from 0.
+        micro_batch: number i of the micro-batch, from 0.
     """
 
     seed: int
@@ -35,7 +35,7 @@ class RandomKey:
     micro_batch: int = 0
 
     def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
-        """Return a 63-bit seed for the ``function``-th function in the ``occurrence``-th call of module ``name``."""
+        """Return a 63-bit seed for function number ``function`` in call number ``occurrence`` of module ``name``."""
         text = f"{self._prefix}{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -112,13 +112,13 @@ class restored:
 class HostState:
     """The states of the global generators of Python and NumPy; equal states give equal random numbers.
 
-    As a context it restores these states at its end.
+    As a context manager it restores these states on exit.
 
-    Reading and writing these states takes some 100 us, so it is done once per iteration, and for a unit only if needed.
+    Reading or writing these states takes some 100 us, so it is done once per iteration, and for a unit only if needed.
 
     Attributes:
         python: state from ``random.getstate``.
-        numpy: pickled state, since arrays cannot be compared to a bool.
+        numpy: pickled state of NumPy, since comparing arrays does not give a bool.
     """
 
     python: tuple[Any, ...]
@@ -126,7 +126,7 @@ class HostState:
 
     @classmethod
     def now(cls) -> HostState:
-        """Return the states that the generators have now."""
+        """Return the current states of the generators."""
         return cls(random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
 
     def restore(self) -> None:
@@ -148,7 +148,7 @@ def seed_host(seed: int) -> None:
 
 
 def peek_host() -> tuple[float, float]:
-    """Draw a number from each of both generators, to compare their states with expected ones."""
+    """Draw a number from both generators, to compare their states with expected ones."""
     return random.random(), float(np.random.random_sample())
 
 
@@ -169,7 +169,7 @@ _kept = _Kept()
 
 @contextlib.contextmanager
 def host_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's generators at the end of this context, so that forwards within may seed them."""
+    """Restore Python's and NumPy's generators at the end of this context, so that forwards in it may reseed them."""
     before, _kept.state = _kept.state, HostState.now()
     try:
         yield
@@ -180,7 +180,7 @@ def host_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_lent() -> Iterator[None]:
-    """Continue the streams that :func:`host_kept` has kept, for user code that belongs to no micro-batch."""
+    """Continue the streams that :func:`host_kept` has saved, for user code that belongs to no micro-batch."""
     if _kept.state is None:
         yield
         return

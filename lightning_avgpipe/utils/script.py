@@ -1,4 +1,4 @@
-"""Running of a training script by a command of this package, which reads the report of the script."""
+"""Running of a training script by a command of this package, which reads the script's report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_script(parser: argparse.ArgumentParser, trains: str) -> None:
 
 
 def before_script(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command with ``--`` between an option's list of numbers and the script after it."""
+    """Return a command's arguments, with ``--`` inserted before the script if an option's numbers come before it."""
     for i, this in enumerate(arguments):
         if not this.startswith("-") and not _is_number(this):  # the script
             after_number = i > 0 and _is_number(arguments[i - 1])
@@ -44,14 +44,14 @@ def _is_number(text: str) -> bool:
 
 
 def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[str | None, int]:
-    """Run the script to its end. A SIGTERM for this process is passed on to it.
+    """Run the script and wait for its end. A SIGTERM for this process is forwarded to it.
 
     Args:
         options: parsed arguments of :func:`add_script`.
         command: name of the command.
-        asked: what the command asks of the script; JSON can write it.
+        asked: requests of the command to the script, which must be serializable to JSON.
     Returns:
-        The report, None if there is none; and the exit status.
+        The report, or None if there is none; and the exit status.
     """
     script = ["-m", options.script] if options.module else [options.script]
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[
 
 
 def asked_by(command: str) -> dict[str, Any] | None:
-    """Return what a command asks of this process, with the path of the report; None if no such command runs it."""
+    """Return the requests of a command to this process, and the path of the report; None if no command runs it."""
     text = os.environ.get(_variable(command))
     return None if text is None else json.loads(text)
 

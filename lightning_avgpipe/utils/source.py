@@ -1,4 +1,4 @@
-"""Whose code a file has: the user's, an installed package's, Python's or this package's; and lines of the user's."""
+"""Whose code a file contains (the user's, an installed package's, Python's, this package's), and lines of user code."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from types import FrameType
 import torch
 
 _TORCH = Path(torch.__file__).parent
-# Folders end with a separator, so that ``lightning_avgpipe_demo`` is none of ours.
+# Folders end with a separator, so that ``lightning_avgpipe_demo`` does not count as this package.
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-LIGHTNING_FOLDERS = tuple(  # not all of them need be there
+LIGHTNING_FOLDERS = tuple(  # some may not exist
     f"{_TORCH.parent / name}{os.sep}" for name in ("lightning", "lightning_fabric", "pytorch_lightning")
 )
 _LIBRARIES = (f"{_TORCH}{os.sep}", PACKAGE)
-_FRAMEWORKS = (*_LIBRARIES, *LIGHTNING_FOLDERS)  # what calls user code while it trains
+_FRAMEWORKS = (*_LIBRARIES, *LIGHTNING_FOLDERS)  # code that calls user code during training
 _STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
-# Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
+# Installed packages may be in several places: the user's site, a virtual environment, or PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _OF_LIBRARY = "a line of a library"
 
 
 @functools.cache
 def is_installed(path: str) -> bool:
-    """Return whether a file belongs to an installed package, from which models may come too."""
+    """Return whether a file belongs to an installed package; models may come from one too."""
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
@@ -50,7 +50,7 @@ def source_line() -> str:
 
 
 def lines_of_thread(thread: int, most: int) -> str:
-    """Return the innermost lines of user code that a thread is in; code of Lightning is skipped too.
+    """Return the innermost lines of user code in which a thread is, such as ``a.py:12 in f, called at b.py:3 in g``.
 
     Args:
         thread: identifier of the thread.
@@ -67,13 +67,18 @@ def is_copying() -> bool:
 
 
 def is_within(modules: Collection[str], others: Collection[str]) -> bool:
-    """Return whether code of some Python modules runs in this thread, inside of all code of others; by full names."""
+    """Return whether this thread's innermost frame of any of these Python modules is one of ``modules``.
+
+    Args:
+        modules: full names of Python modules.
+        others: full names of other Python modules.
+    """
     names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1)))
     return next((name in modules for name in names if name in modules or name in others), False)
 
 
 def caught_line(error: BaseException) -> str:
-    """Return the line, within the function that caught an error, from which the error came."""
+    """Return the line of the function that caught an error from which the error came."""
     return _innermost(list(traceback.walk_tb(error.__traceback__))[:1])
 
 
@@ -96,7 +101,7 @@ def _lines_of_user(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str
 def traceback_of_user_code(error: BaseException) -> str:
     """Return the traceback of an error without the frames of torch, Lightning and this package.
 
-    An error that passed through none but these, as one of this package's own, keeps all of its frames.
+    An error that passed only through these, such as one of this package's own, keeps all of its frames.
     """
     shown = part = traceback.TracebackException.from_exception(error)
     while part is not None:

@@ -1,4 +1,4 @@
-"""Tensors of any layout: their strided parts, which can be compared and sent; reductions by name; known tensors."""
+"""Tensors of any layout: strided parts, which can be compared and sent; reductions by name; values for tensors."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ _ODD = 0x9E3779B1  # spreads positions over all bits
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return the bits of each element of a strided tensor as an integer, and of a complex element as two."""
+    """Return the bits of each element of a strided tensor as an integer; a complex element gives two."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg().contiguous().view(_WORDS[tensor.itemsize])
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return 64 bits of a tensor of any layout, as an integer on its device.
+    """Return a 64-bit checksum of a tensor of any layout, as an integer tensor on its device.
 
-    They depend on the bits of each element and on its position: they differ if one element has changed, or if two
-    different ones are exchanged.
+    It depends on the bits of each element and on its position: it changes if one element changes, or if two different
+    elements are exchanged.
     """
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in strided_parts(tensor.detach()):
@@ -114,10 +114,10 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a strided tensor in their order in memory; None if that is their own, or it has gaps.
+    """Return the dimensions of a strided tensor in their order in memory; None if that is ascending, or it has gaps.
 
-    The strides of dimensions of size 1 count, although no element depends on them: kernels may ask by them whether
-    channels are last.
+    The strides of dimensions of size 1 count, although no element depends on them: kernels may use them to decide
+    whether channels are last.
     """
     if tensor.is_contiguous() and (1 not in tensor.shape or not tensor.numel()):
         return None
@@ -157,13 +157,13 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def lent(tensor: Tensor) -> Tensor:
-    """Mark a tensor as one that stands in the place of a parameter for a single operation, and return it."""
+    """Mark a tensor as a stand-in for a parameter in a single operation, and return it."""
     tensor._avgpipe_lent = True  # type: ignore[attr-defined]
     return tensor
 
 
 def is_lent(tensor: Tensor) -> bool:
-    """Return whether a tensor, or what it is a view of, stands in the place of a parameter: nobody may keep it."""
+    """Return whether a tensor or its base is a stand-in for a parameter, which must not be kept."""
     return any(hasattr(one, "_avgpipe_lent") for one in (tensor, tensor._base))
 
 
@@ -181,7 +181,7 @@ _REDUCE = {
 
 
 def reduction_name(reduction: Any) -> str:
-    """Return the name of a reduction: "mean", "sum", "min", "max", "product", or the own name of any other one.
+    """Return the name of a reduction: "mean", "sum", "min", "max", "product", or for others the name that it has.
 
     Args:
         reduction: a name in any case, a function such as ``torch.max`` or ``sum``, or a ``torch.distributed.ReduceOp``.
@@ -200,7 +200,7 @@ def reduced(stacked: Tensor, name: str) -> Tensor | None:
 
 
 def tensor_arguments(*arguments: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order, also those that torch.func has wrapped."""
+    """Return the tensors in nested lists, tuples and dicts, in order, and those that torch.func has wrapped."""
     found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -229,7 +229,7 @@ class KnownTensors(Generic[V]):
         self._known[id(tensor)] = (weakref.ref(tensor), value)
 
     def forget(self, is_gone: Callable[[V], bool]) -> None:
-        """Forget the tensors with such values."""
+        """Forget the tensors whose value ``is_gone``."""
         self._known = {key: entry for key, entry in self._known.items() if not is_gone(entry[1])}
 
     def own_value_of(self, tensor: Tensor) -> V | None:

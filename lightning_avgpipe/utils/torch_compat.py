@@ -1,4 +1,4 @@
-"""Functions around what torch does not promise: private names, and what differs between versions."""
+"""Functions around parts of torch that are not stable: private names, and differences between versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd import graph
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The function that brackets a region in torch.utils.checkpoint, which has another name in newer versions of torch.
+# The function of torch.utils.checkpoint that brackets a region; newer versions of torch have another name for it.
 CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
 CHECKPOINT_BRACKET += "_impl" if hasattr(checkpoint, f"{CHECKPOINT_BRACKET}_impl") else ""
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
@@ -23,11 +23,11 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module
 
 _COALESCED = torch.ops.aten._coalesced_.default  # sets the flag that each index of a sparse tensor occurs once
 
-untraced = torch._C.DisableTorchFunction  # the context in which torch functions are not followed
+untraced = torch._C.DisableTorchFunction  # a context in which torch function modes do not see calls
 
 
 def share_gradient_hooks(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Let the hooks on a parameter's gradient act on the gradient of another leaf as well."""
+    """Make the hooks on a parameter's gradient act on the gradient of another leaf as well."""
     for name in GRADIENT_HOOKS:
         hooks = getattr(parameter, name, None)
         if hooks and getattr(leaf, name, None) is not hooks:
@@ -48,12 +48,12 @@ def forget_compiled() -> None:
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Return whether an error is one of ``torch.compile`` itself, not of the compiled code."""
+    """Return whether an error was raised by ``torch.compile`` itself, not by the compiled code."""
     return "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def modes(device: torch.device) -> tuple[Any, ...]:
-    """Return the modes of this thread and process that decide, besides its arguments, how an operation runs."""
+    """Return the modes of this thread and process that, like its arguments, decide how an operation runs."""
     kernels = torch.backends.cuda
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
     return (
@@ -75,7 +75,7 @@ def num_modes() -> tuple[int, int]:
 def operation_modes() -> list[Any]:
     """Return the modes of this thread that see each operation, such as ``FlopCounterMode``.
 
-    Not among them are those of torch that only choose a device, or what a checkpointed region keeps.
+    Modes of torch that only choose a device, or what a checkpointed region keeps, are left out.
     """
     found = [*torch.overrides._get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [mode for mode in found if type(mode).__module__ not in ("torch.utils._device", "torch.utils.checkpoint")]
@@ -112,7 +112,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def address(tensor: Tensor) -> int:
-    """Return :func:`storage_id` of a tensor itself, also where torch functions would see another one in its place."""
+    """Return :func:`storage_id` of the tensor itself, even where a mode would replace it by a stand-in."""
     with untraced():
         return storage_id(tensor)
 
@@ -123,7 +123,7 @@ def is_mutable(func: Any) -> bool:
 
 
 def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes into."""
+    """Yield the tensors into which an operation writes."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -140,9 +140,8 @@ def default_store() -> dist.Store:
 
 # -- saved-tensor hooks, which are removed while torch allows none -----------------------------------------------------
 #
-# ``torch.func.grad``, ``jacrev`` and similar functions refuse to work where saved-tensor hooks are active. A model that
-# uses them inside its modules has set no hooks there, so the hooks of this package are removed while these functions
-# compute.
+# ``torch.func.grad``, ``jacrev`` and similar functions raise an error if saved-tensor hooks are active. A model that
+# calls them has not set such hooks itself, so the hooks of this package are removed while these functions compute.
 
 
 class _Active(threading.local):
@@ -155,7 +154,7 @@ disabling = graph.disable_saved_tensors_hooks
 
 
 class SavedHooks(graph.saved_tensors_hooks):
-    """Saved-tensor hooks with the arguments of torch's class, which do nothing where hooks are not allowed."""
+    """Saved-tensor hooks like torch's class, with the same arguments, that do nothing where hooks are not allowed."""
 
     def __enter__(self) -> None:
         self._acts = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Trees: any nesting of containers, as a list of leaves and a spec from which the tree can be rebuilt.
 
-This is a thin layer over ``torch.utils._pytree``. The following types, which batches use and pytree does not know, are
-registered with pytree when an object of the type is first seen:
+This is a thin layer over ``torch.utils._pytree``. The following types, which occur in batches and which pytree does not
+support, are registered with it when an object of the type is first seen:
 
 =========================================  ==================================================================
 dataclasses                                all attributes, fields or not, frozen or not; ``__init__`` and
@@ -12,7 +12,7 @@ subclasses of namedtuples                  their fields (``PackedSequence``; new
 =========================================  ==================================================================
 
 Before a type is registered, its first object is flattened and rebuilt. If the result is not equal, objects of the type
-stay leaves. A type that is registered already, such as transformers' ``ModelOutput``, is not changed.
+are leaves. A type that is registered already, such as transformers' ``ModelOutput``, is not changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpe
     Returns:
         The leaves in order, and a spec, which can be pickled and compared.
     Raises:
-        RecursionError: the object leads back into itself.
+        RecursionError: the object contains itself.
     """
     if type(obj) is Tensor and is_leaf is None:
         return [obj], _LEAF
@@ -98,7 +98,7 @@ def leaves(obj: Any) -> list[Any]:
 
 
 def _collect(obj: Any, found: list[Any]) -> None:
-    """Append the leaves of a tree, without pytree for common containers, because every call of a step needs it."""
+    """Append the leaves of a tree, without pytree for common containers: every call in a step does this."""
     cls = type(obj)
     if cls in _LEAF_TYPES:
         found.append(obj)
@@ -155,7 +155,7 @@ def _names(obj: Any, name: str) -> list[str]:
 
 
 def _steps(obj: Any, spec: TreeSpec, num_children: int) -> list[str]:
-    """Return how each child is reached from its container: ``['key']``, ``[0]`` or ``.field``."""
+    """Return the code that reaches each child from its container: ``['key']``, ``[0]`` or ``.field``."""
     with_keys = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
     if with_keys is not None:
         return [str(key) for key, _ in with_keys(obj)[0]]
@@ -176,13 +176,13 @@ def _leaf() -> TreeSpec:
     return _LEAF
 
 
-# Pickle torch's LeafSpec by a function: unpickling the class would warn on each process that it is deprecated.
+# Pickle torch's LeafSpec by a function: unpickling the class would show a deprecation warning on each process.
 if type(_LEAF) is not TreeSpec:
     copyreg.pickle(type(_LEAF), lambda _: (_leaf, ()))
 
 
 def _found_nodes(leaves: Iterable[Any], is_leaf: IsLeaf | None) -> bool:
-    """Decide about the types of leaves that were not seen before; return whether some of them are containers."""
+    """Register the types of leaves that are containers after all, if possible; return whether there are any."""
     found = False
     for leaf in leaves:
         cls = type(leaf)
@@ -214,13 +214,13 @@ def _register(cls: type, recipe: _Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The part of a spec for one container; its children are first its items and then its attributes."""
+    """The part of a spec for one container. Its children are its items, followed by its attributes."""
 
     cls: type
     keys: tuple[Any, ...] = ()
     attributes: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()  # attributes that are the item of the same name: obj.loss is obj["loss"]
-    is_own_dict: bool = False  # obj.__dict__ is obj, the usual way to a dict with attribute access
+    is_own_dict: bool = False  # obj.__dict__ is obj, a common way to give a dict attribute access
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received_layout, (self.cls, self.keys, self.attributes, self.shared, self.is_own_dict)
@@ -274,7 +274,7 @@ def _make_namedtuple(values: Iterable[Any], layout: _Layout) -> Any:
 
 
 def _take_items(obj: Any) -> tuple[list[Any], _Layout]:
-    # At most one attribute, which holds the items: so nothing is lost, and no reference leads back to the object.
+    # Allow at most one attribute, which holds the items: then nothing is lost, and the object does not contain itself.
     cls: Any = type(obj)
     if len(getattr(obj, "__dict__", ())) + len(_slots(cls)) > 1:
         raise TypeError(f"{cls.__name__} holds more than its items")
@@ -326,13 +326,13 @@ def _make_from_state(values: Iterable[Any], layout: _Layout) -> Any:
 
 
 def dict_type(cls: type) -> type[dict[Any, Any]]:
-    """Return the class whose methods change items of such a dict: an OrderedDict keeps an order of its own."""
+    """Return the base class with whose methods to read and set a dict's items: an OrderedDict has its own order."""
     return OrderedDict if issubclass(cls, OrderedDict) else dict
 
 
 @weakly_cached
 def _slots(cls: type) -> Sequence[str]:
-    """Return the attributes that are not in ``__dict__``: ``__slots__``, defaultdict's ``default_factory``."""
+    """Return the names of attributes that are not in ``__dict__``: ``__slots__``, defaultdict's ``default_factory``."""
     members = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
     in_order = [field.name for field in fields(cls)] if is_dataclass(cls) else []
     return [name for name in in_order if name in members] + sorted(members.difference(in_order))

@@ -1,4 +1,4 @@
-"""The versions of other packages that this package works with, which are checked when it is imported.
+"""The supported versions of other packages, which are checked when this package is imported.
 
 Attributes:
     PACKAGE: package of Lightning that this process works with, chosen when this package is imported. It is
@@ -38,7 +38,7 @@ def check_versions() -> None:
     """Check that the installed versions of Python, torch and Lightning are in the supported ranges.
 
     Raises:
-        ImportError: a version is out of range, or a package is missing. The message names both version and range.
+        ImportError: a version is out of range, or a package is missing. The message gives the version and the range.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     if not SpecifierSet(PYTHON).contains(python, prereleases=True):

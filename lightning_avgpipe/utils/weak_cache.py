@@ -13,7 +13,8 @@ V = TypeVar("V")
 def weakly_cached(function: Callable[[K], V]) -> Callable[[K], V]:
     """Decorate a function of one argument: cache its result for each object as long as the object lives.
 
-    The result must not refer to the argument: a class may keep a whole model alive, through closures of its methods.
+    The result must not refer to the argument, which it would keep alive; a class may keep a whole model alive, through
+    closures of its methods.
     """
     known: dict[int, tuple[weakref.ref[Any], V]] = {}
 
