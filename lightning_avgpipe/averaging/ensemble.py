@@ -195,12 +195,12 @@ class Ensemble:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def restart(self, number: int, alike: int | None) -> None:
+    def restart(self, number: int, source: int | None) -> None:
         """Reset a parallel model, which is left out of the next step, to the reference, which must not be shown.
 
         Args:
             number: number n of the model, whose gradients are dropped.
-            alike: number of a model from which to copy the buffers; None if no model has finite ones.
+            source: number of a model from which to copy the buffers; None if no model has finite ones.
         """
         self.averager.finish()
         self.checksums.forget()
@@ -210,9 +210,9 @@ class Ensemble:
         for name, parameter in model.parameters.items():
             parameter.copy_(self.models.reference[name])
             parameter.grad = None
-        if alike is not None:
+        if source is not None:
             for name, buffer in model.buffers.items():
-                buffer.copy_(self.models.each[alike].buffers[name])
+                buffer.copy_(self.models.each[source].buffers[name])
         for optimizer in self.optimizers.of(number):
             for state in [optimizer.state[p] for p in model.parameters.values() if p in optimizer.state]:
                 if first_nonfinite({k: value for k, value in state.items() if isinstance(value, Tensor)}):

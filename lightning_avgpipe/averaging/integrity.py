@@ -86,8 +86,8 @@ def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         if real.numel():
             by_type.setdefault((real.dtype, real.device), []).append(real)
     found = torch.zeros((), device=device)
-    for alike in by_type.values():
-        largest = torch.stack(torch._foreach_norm(alike, math.inf))  # NaN if an element is
+    for same_type in by_type.values():
+        largest = torch.stack(torch._foreach_norm(same_type, math.inf))  # NaN if an element is
         found = torch.maximum(found, (~torch.isfinite(largest)).any().to(device, found.dtype))
     return found
 

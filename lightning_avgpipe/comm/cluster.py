@@ -112,7 +112,7 @@ class Cluster:
     def open(
         self, store: dist.Store | None = None, meet: Callable[[], object] = noop, keeper: str | None = None
     ) -> None:
-        """Start the watch, connect the processes unless they are connected, and open the channels; nothing if open.
+        """Start the watch, connect the processes if necessary, and open the channels, unless they are open already.
 
         Args:
             store: store that all processes share; None takes that of torch.distributed.
@@ -145,7 +145,7 @@ class Cluster:
         Rank 0 may hold the store: if it left early, a group that is still averaging its weights would fail.
 
         Args:
-            failed: whether the run failed. Then it does not wait for peers to reach the end, and disconnects.
+            failed: whether the run failed; if so, peers are not waited for, and all connections are closed.
         Raises:
             PeerError: another process fails before it reaches the end.
         """

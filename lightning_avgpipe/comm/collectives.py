@@ -377,8 +377,8 @@ class TensorCollectives:
         for tensor in tensors:
             if tensor.numel():
                 by_type[_kind(tensor)].append(tensor)
-        alike = [tensor for same in by_type.values() for tensor in same]
-        exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(alike, BUCKET_BYTES)]
+        ordered = [tensor for same in by_type.values() for tensor in same]
+        exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(ordered, BUCKET_BYTES)]
 
         @torch.no_grad()
         def end() -> None:

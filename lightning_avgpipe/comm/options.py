@@ -55,7 +55,7 @@ class Links:
     Args:
         bandwidth: bandwidth of the links, for a planner that places stages by it: ``"measured"`` before planning, or
             bytes per second from each process (row) to each other one (column).
-        wire: format in which activations and their gradients travel between processes. None: full precision.
+        wire: format in which activations and their gradients travel between processes. None: their own types.
             ``"bf16"``: rounded to bfloat16, half of the bytes of float32. ``"int8"``: each row (the last dimension)
             as multiples of its largest magnitude / 127, with unbiased stochastic rounding from random streams of its
             own, so that a run repeats bit for bit; about a quarter of the bytes. ``"auto"``: for each hop, the most

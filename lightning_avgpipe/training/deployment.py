@@ -197,13 +197,13 @@ class Deployment:
         self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
-        begins_alike = not self.is_final
+        was_provisional = not self.is_final
         self.pipeline.steps.clear()
         self.undivided.clear()
         self.plan, self.is_final, self.replans = plan, final, False
         self.parallel.only_first()
         self._place()
-        if begins_alike:
+        if was_provisional:
             self.holdings.begin_alike(plan.copied)
         self.pipeline.load(plan.graph, plan.cuts, plan.kept, schedule.relays, plan.wires)
         self._load_others(plan, others)

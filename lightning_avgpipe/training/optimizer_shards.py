@@ -62,8 +62,8 @@ class OptimizerShards:
             return
         self._parts = [[] for _ in range(replicas.count)]
         here: list[Tensor] = [p for p in self._module.parameters() if not p.is_meta]
-        for alike in ([p for p in here if p.requires_grad], [p for p in here if not p.requires_grad]):
-            for parameter, replica in zip(alike, shards([p.numel() for p in alike], replicas.count), strict=True):
+        for some in ([p for p in here if p.requires_grad], [p for p in here if not p.requires_grad]):
+            for parameter, replica in zip(some, shards([p.numel() for p in some], replicas.count), strict=True):
                 self._parts[replica].append(parameter)
         for other in self._of_others():
             for optimizer in optimizers:

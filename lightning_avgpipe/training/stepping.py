@@ -102,8 +102,8 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     listed: list[Any] = list(gradients)
     groups: dict[Any, Any] = grouping._group_tensors_by_device_and_dtype([listed], with_indices=True)
     found: dict[int, Tensor] = {}
-    for (alike,), numbers in groups.values():
-        found.update(zip(numbers, torch._foreach_norm(alike, norm_type), strict=True))
+    for (same_type,), numbers in groups.values():
+        found.update(zip(numbers, torch._foreach_norm(same_type, norm_type), strict=True))
     return torch.stack([found[i] for i in range(len(listed))])
 
 

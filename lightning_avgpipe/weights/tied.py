@@ -215,11 +215,11 @@ class TiedParameters:
         sums: list[Tensor | None] = [None] * len(parameters)
         present = sorted(exists.nonzero().flatten().tolist(), key=lambda i: str(parameters[i].dtype))
         numbers = iter(present)
-        for alike in buckets([parameters[i] for i in present], BUCKET_BYTES):
-            chosen = list(islice(numbers, len(alike)))
-            terms = [_flat([gradients[i] for i in chosen], alike) for gradients in mine]
+        for bucket in buckets([parameters[i] for i in present], BUCKET_BYTES):
+            chosen = list(islice(numbers, len(bucket)))
+            terms = [_flat([gradients[i] for i in chosen], bucket) for gradients in mine]
             total = sum_in_order(terms, sources, group)
-            for i, part in zip(chosen, total.split([p.numel() for p in alike]), strict=True):
+            for i, part in zip(chosen, total.split([p.numel() for p in bucket]), strict=True):
                 sums[i] = part.view_as(parameters[i])
         return sums
 
