@@ -172,7 +172,7 @@ class Mailbox:
         self._lost: PeerError | None = None
         self._lock = threading.RLock()  # threads of lines may put messages that they forward
         self._opening = 0
-        # what has arrived, by opening, since the other end may be one ahead; including channels that are not open yet
+        # what has arrived, by opening, since the other end may be ahead; including channels that are not open yet
         self._readings: defaultdict[int, tuple[Numbered, dict[Route, NetworkInbox]]]
         self._readings = defaultdict(lambda: (Numbered(), {}))
         self._numbering = Numbering()
