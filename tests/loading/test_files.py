@@ -229,7 +229,7 @@ def test_a_vocabulary_that_nobody_has_read_gets_no_other_size(options: dict[str,
     model = read(saved(tmp_path))
     embedding = model.resize_token_embeddings(model.config.vocab_size)  # as scripts do for safety
     assert embedding is model.resize_token_embeddings() is model.get_input_embeddings()
-    with pytest.raises(ConfigurationError, match=r"resize_token_embeddings\(\).*on one process before"):
+    with pytest.raises(ConfigurationError, match=r"resize_token_embeddings\(\).*first on one process"):
         model.resize_token_embeddings(model.config.vocab_size + 8, **options)
 
 
