@@ -432,7 +432,7 @@ class ProgramWriter:
     _after: dict[int, bytes] = field(default_factory=dict)
     _instructions: list[Instruction] = field(default_factory=list)
     _slots: KnownTensors[int] = field(default_factory=KnownTensors)
-    _memory: dict[int, int] = field(default_factory=dict)  # slot -> address of its tensor
+    _memory: dict[Any, int] = field(default_factory=dict)  # slot or template -> address of its tensor
     _num_slots: int = 0
     _given: tuple[int, ...] = ()
     _began_in: tuple[Any, ...] = ()
@@ -561,23 +561,37 @@ class ProgramWriter:
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
         # instructions on the batch come first, so that other answers are found before any side effect
         if any(one.kind in ("glue", "question") for one in instructions):
-            if not (any(one.node is not None and one.node.writes for one in instructions) or self._overwrites()):
+            if not (any(one.node is not None and one.node.writes for one in instructions) or self._must_keep_order()):
                 instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
             elif any(one.kind == "question" for one in instructions):
-                raise Unwritable("it asks what is in the batch, and writes into tensors")
+                raise Unwritable("it asks what is in the batch, and changes tensors in between")
         assert not isinstance(replayed.entries, Path)
         told = replayed.attested, replayed.entries
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
 
-    def _overwrites(self) -> bool:
-        """Return whether free functions write into memory that a node, a log or an object has read before."""
-        read: set[int] = set()
+    def _must_keep_order(self) -> bool:
+        """Return whether a free function must not run before a node, a log or an object that comes before it.
+
+        It writes into memory that one of these uses, or takes a lasting tensor that a called unit may have changed.
+        """
+        used: set[int] = set()
+        held: set[int] = set()  # memory of lasting tensors that units called so far have, or were given
+        called: list[nn.Module] = []  # units whose memory is not in it yet
         for one in self._instructions:
-            slots = slots_in((*one.args, *(part for _, part in one.kwargs)))
-            memory = [self._memory[slot] for slot in slots if slot in self._memory]
+            parts = parts_of((*one.args, *(part for _, part in one.kwargs)))
+            memory = {self._memory[part] for part in parts if part in self._memory}
+            lasting = {self._memory[part] for part in parts if part in self._memory and type(part) is not TensorSlot}
             if one.kind not in ("glue", "question"):
-                read.update(memory)
-            elif not read.isdisjoint(memory) and _writes(one):
+                used |= memory
+                if one.module is not None:
+                    held |= lasting
+                    called.append(one.module)
+                continue
+            if lasting:
+                of_units = (part for unit in called for part in _held_tensors(unit).values())
+                held.update(address(fill(part, ())) for part in of_units)
+                called.clear()
+            if not lasting.isdisjoint(held) or (_writes(one) and not used.isdisjoint(memory)):
                 return True
         return False
 
@@ -620,7 +634,7 @@ class ProgramWriter:
     def _new(self, tensor: Tensor) -> int:
         number, self._num_slots = self._num_slots, self._num_slots + 1
         self._slots.learn(tensor, number)
-        self._memory[number] = address(tensor)
+        self._memory[TensorSlot(number)] = address(tensor)
         return number
 
     def _template(self, item: Any) -> Any:
@@ -671,6 +685,7 @@ class ProgramWriter:
         if self._held is None:  # found only when needed, since few steps use it
             self._held = _held_tensors(self.module)
         if (held := self._held.get(id(tensor))) is not None:
+            self._memory[held] = address(tensor)
             return held
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
 

@@ -562,6 +562,20 @@ class Keeps(MLP):
         return (y - target).square().sum() / (1 + len(self.rows(x, y)))
 
 
+class KeepsWeights(Keeps):
+    """Takes weights from a buffer for the rows that it keeps, behind a layer that changes its own buffers."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, y: x[x > 1], norm=True)
+        self.register_buffer("weights", torch.rand(8))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * (1 + self.weights[self.rows(*batch).long().clamp(0, 7)].mean().nan_to_num())
+
+
 class NormalisesRows(Asks):
     """Normalises a number of rows that depends on the batch."""
 
@@ -612,6 +626,7 @@ def late_differences() -> DataLoader[Any]:
         lambda: Keeps(lambda x, y: x[x > 1]),
         lambda: Keeps(lambda x, y: (x > 1).nonzero(), norm=True),
         lambda: Keeps(lambda x, y: y[x.amax(1) > 1], norm=True),
+        KeepsWeights,
         KeepsRowsOfUnit,
         NormalisesRows,
     ],
@@ -804,6 +819,59 @@ class CoolingByTensor(Cooling):
         self.factor: Any = torch.ones(())
 
 
+class Counts(nn.Linear):
+    """Counts how much it uses its outputs, in a buffer that it changes in place, if it is told to."""
+
+    usage: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.counts = False
+        self.register_buffer("usage", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.counts:
+            self.usage.mul_(0.9).add_(y.detach().abs().mean(0))
+        return y
+
+
+class ReadsUsage(MLP):
+    """Reads behind a layer what that has counted, which it begins to do with the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counts()
+        self.layers.append(self.counting)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.counting.counts = batch_idx > 1
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.counting.usage.mean()
+
+
+class LowersMargin(MLP):
+    """Begins with the third batch to change a buffer that it has read."""
+
+    margin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowers = False
+        self.register_buffer("margin", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.lowers = batch_idx > 1
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        loss = F.mse_loss(self(x) - self.margin, target)
+        if self.lowers:
+            self.margin.mul_(0.5)
+        return loss
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
     "make",
@@ -818,9 +886,12 @@ class CoolingByTensor(Cooling):
         lambda: Gated(False),
         LogsWhatIsTold,
         lambda: ReadsFactor(7, CoolingByTensor()),
+        ReadsUsage,
+        LowersMargin,
     ],
-    ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor"],
-)
+    ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor",
+         "ReadsUsage", "LowersMargin"],
+)  # fmt: skip
 def test_micro_batches_are_repeated_only_where_the_same_is_true_of_them(
     make: Callable[[], Any], num_stages: int
 ) -> None:
