@@ -259,7 +259,7 @@ class Draws(CallWatcher):
                 for generator in self._generators:
                     generator.manual_seed(seed)
             return False  # the scope of such a layer is never needed
-        scope = _Scope(path, occurrence, not call.is_simple)
+        scope = _Scope(path, occurrence, path in self._drawing.composite)
         self._scopes.append(scope)
         if call.seeds and self._seeding is None:
             self._seeding, self._given = scope, seeds_of(self._device)

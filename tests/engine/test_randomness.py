@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe.errors import ConfigurationError, OnlyInUnitsError
@@ -133,6 +134,41 @@ def test_parallel_models_draw_different_numbers() -> None:
     assert len({mask.shape for mask in drawn}) == 1
     for i, one in enumerate(drawn):
         assert not any(torch.equal(one, other) for other in drawn[i + 1 :])
+
+
+class DropsLate(nn.Module):
+    """Drops with a rate that is 0 at first, perhaps in a checkpointed region.
+
+    Args:
+        reentrant: kind of the checkpoint; None: it has none.
+    """
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.linear, self.rate, self.reentrant = nn.Linear(8, 8), 0.0, reentrant
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.linear(x), self.rate, self.training).tanh()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.drop(x) if self.reentrant is None else checkpoint(self.drop, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpointed_region_begins_to_drop_late_it_drops_in_the_backward_too(reentrant: bool) -> None:
+    gradients = []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        drops = DropsLate(kind)
+        layers = nn.Sequential(nn.Linear(8, 8), drops, nn.Linear(8, 8))
+        model = MLP()
+        model.layers = layers
+        batch = model.example(4)
+        engine = Engine(model, 2, batch, 2, split_points=["layers.2"])
+        drops.rate = 0.5
+        engine.train(batch)
+        gradients.append(layers[0].weight.grad)
+    assert torch.equal(*gradients)
 
 
 # -- branches that chance decides: each micro-batch decides anew, and all stages decide alike ------------------------
