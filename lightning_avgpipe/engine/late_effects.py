@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -337,8 +337,8 @@ class LateItems(LateEffects):
 class LateBuffers(LateEffects):
     """A check for changes of buffers of which other stages have copies; a buffer of another size may replace one.
 
-    Except on the last stage, code between units must not change any buffer. Units that several stages call must not
-    change theirs.
+    Except on the last stage, code between units must not change any buffer. Nor must units that several stages call, or
+    units that depend on the batch alone if several stages of this process run them.
     """
 
     learns = "nothing"
@@ -352,20 +352,24 @@ class LateBuffers(LateEffects):
         self._read_before = {name for name, position in read.items() if position < program.start and not repeats}
         names = [name for name, _ in module.named_buffers()]
         self._constants = registers_of(module, filter(self._is_constant, names))
+        free = set(graph.units) - graph.resident - graph.called if repeats else set()
+        self._of_free = registers_of(module, (name for name in names if nearest(name, free)))
         self._elsewhere = registers_of(module, filter(program.buffers_elsewhere.__contains__, names))
         self._absent: dict[int, str] = {}  # id of a buffer of another stage -> its name, while a forward runs
-        self._before: list[tuple[str, Tensor | None, int]] = []
+        self._before: dict[str, tuple[Tensor | None, int]] = {}
+        self._before_part: dict[str, tuple[Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        self._before = [(name, *self._buffer(name)) for name in self._constants]
+        self._before, self._before_part = _states(self._constants), _states(self._of_free)
         self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
 
+    def begin_part(self) -> str | None:
+        name = _changed(self._before_part, _states(self._of_free))
+        return name and self._again(f"changes the buffer '{name}'")
+
     def end(self) -> str | None:
-        for name, tensor, version in self._before:
-            now, changes = self._buffer(name)
-            if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
-                return self._changes(name)
-        return None
+        name = _changed(self._before, _states(self._constants))
+        return name and self._changes(name)
 
     def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:
         """Check that code between units may call a function with these tensors, which may be buffers.
@@ -395,10 +399,6 @@ class LateBuffers(LateEffects):
 
     def _is_shared(self, name: str) -> bool:
         return any(is_within(name, unit) for unit in self._called)
-
-    def _buffer(self, name: str) -> tuple[Tensor | None, int]:
-        register, leaf = self._constants[name]
-        return register.get(leaf), version_of(register.get(leaf))
 
     def _changes(self, name: str) -> str:
         if self._is_shared(name):
@@ -452,6 +452,23 @@ class ReadState:
             if not _is_equal(self._values.get(name), value):
                 return f"'{name}'"
         return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
+
+
+def _states(registers: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[Tensor | None, int]]:
+    """Return the tensors in registers and their versions, by name."""
+    held = {name: register.get(leaf) for name, (register, leaf) in registers.items()}
+    return {name: (tensor, version_of(tensor)) for name, tensor in held.items()}
+
+
+def _changed(
+    before: Mapping[str, tuple[Tensor | None, int]], after: Mapping[str, tuple[Tensor | None, int]]
+) -> str | None:
+    """Return the name of a tensor that was changed, or replaced by one of the same shape; None: there is none."""
+    for name, (tensor, version) in before.items():
+        now, changes = after[name]
+        if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
+            return name
+    return None
 
 
 def _is_like(one: Tensor | None, other: Tensor | None) -> bool:

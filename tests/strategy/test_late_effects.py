@@ -335,3 +335,61 @@ def test_what_a_stage_of_another_process_would_not_see_ends_training(tmp_path: P
 def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path) -> None:
     state, _ = states_of_two_processes(lambda: Warms(read_at_the_end), tmp_path, **LATE)
     torch.testing.assert_close(state["bank"], torch.full((8,), 0.9 ** (NUM_MICROBATCHES * (STEPS - BEGIN))))
+
+
+# -- submodules without parameters, which each stage runs that gets that far ------------------------------------------
+
+
+class OfBatch(nn.Module):
+    """Subtracts a mean of the batches so far, which it begins to update when it is told to."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+        return x - self.mean
+
+
+class Normalises(Layers):
+    """Trains from some step on a submodule that depends on the batch alone, which all stages run or the last one."""
+
+    def __init__(self, norm: Callable[[], nn.Module], all_stages: bool = True) -> None:
+        super().__init__()
+        self.norm, self.all_stages = norm().eval(), all_stages
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(batch_idx >= BEGIN)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        if self.all_stages:
+            return super().loss((self.norm(x), target))
+        return (self.through(x) - self.norm(target)).square().mean()
+
+
+NORMS = [OfBatch, partial(nn.BatchNorm1d, 8, affine=False)]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_buffer_that_two_stages_of_a_process_would_change_ends_training(norm: Callable[[], nn.Module]) -> None:
+    with pytest.raises(StepChangedError, match=r"changes the buffer 'norm\.\w+', .* each stage in this process"):
+        piped(Normalises(norm), **LATE)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_buffer_of_what_the_last_stage_alone_calls_may_change_late(norm: Callable[[], nn.Module]) -> None:
+    expected = piped(Normalises(norm, all_stages=False), num_stages=1)
+    assert_equal(piped(Normalises(norm, all_stages=False), **LATE), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
+def test_each_process_may_change_such_a_buffer_late(norm: Callable[[], nn.Module], tmp_path: Path) -> None:
+    expected = piped(Normalises(norm), num_stages=1).state_dict()
+    for state in states_of_two_processes(partial(Normalises, norm), tmp_path, **LATE):
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
