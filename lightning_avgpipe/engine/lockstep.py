@@ -144,6 +144,11 @@ class Lockstep(StepTracer):
     # -- units -----------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        own = set(map(id, module.parameters()))
+        given = tree.tensors((args, kwargs))
+        if any(isinstance(t, nn.Parameter) and id(t) in self._names and id(t) not in own for t in given):
+            with self.again():  # it may ask for a derivative of what is outside, so its inner modules are the units
+                return run(*args, **kwargs)
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
         parameters = [p for p in module.parameters() if p.requires_grad]

@@ -122,6 +122,33 @@ class ByHand(Plain):
         self.b[1].requires_grad_(self.current_epoch == 0)  # type: ignore[index]
 
 
+class Balances(nn.Module):
+    """A loss with a part that a discriminator gives, which weighs as much in the gradient of a layer of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def forward(self, output: Tensor, y: Tensor, last: Tensor) -> Tensor:
+        of_data = F.mse_loss(output, y) / self.log_variance.exp() + self.log_variance
+        of_discriminator = -self.discriminator(output).mean()
+        norms = [torch.autograd.grad(part, last, retain_graph=True)[0].norm() for part in (of_data, of_discriminator)]
+        return of_data + (norms[0] / (norms[1] + 1e-4)).clamp(0, 1e4).detach() * of_discriminator
+
+
+class GivenAWeight(Plain):
+    """Gives a submodule the weight of another one, which asks for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance = Balances()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.balance(self.b(self.a(x)), y, self.b[2].weight)  # type: ignore[index]
+        return loss
+
+
 class OnOneRank(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.local_rank == 0:
@@ -159,7 +186,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
-    models = (Attributes, Regions, ByHand)
+    models = (Attributes, Regions, ByHand, GivenAWeight)
     one = fit(0, 1, *models)
     assert_equal(processes.each(2, fit, 2, *models, folder=tmp_path), [one, one])
 
