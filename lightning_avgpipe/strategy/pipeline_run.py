@@ -206,7 +206,7 @@ class PipelineRun:
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines."""
         if self.context.trainer.training:
-            self.end_iteration()  # in case a hook skipped the last batch, so that its iteration has not ended
+            self.loop.end_iteration()  # the iteration has not ended if a hook has skipped its batch
             self.configuration.in_iteration = True
         return self.batches.to_device(batch, device, dataloader_idx)
 
@@ -270,10 +270,6 @@ class PipelineRun:
             result = self.models.optimizer_step(own, self.loop.order, optimizer, closure, model, **kwargs)
             self.loop.order.stepped()
         return result
-
-    def end_iteration(self) -> None:
-        """Apply the changes of options that were requested within the iteration."""
-        self.loop.end_iteration()
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module shows the model of one pipeline; None: the reference."""

@@ -829,7 +829,7 @@ class AvgPipeStrategy(ParallelStrategy):
         if self._configuration.in_iteration:
             return
         if isinstance(self._run, PipelineRun):
-            self._run.end_iteration()
+            self._run.loop.end_iteration()
         else:
             self._configuration.take_over(self._connection.cluster)
 
