@@ -77,6 +77,8 @@ class PipelineLoop:
             ask for it on one of them.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
+        named_at_batch_end: for each step, which of ``outputs`` and ``batch`` callbacks of the user use at the end of
+            its batch.
     """
 
     verifier: Verifier | None = None
@@ -104,6 +106,8 @@ class PipelineLoop:
         # found before hooks are replaced, since the replacements would count as the user's
         self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
         self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
+        # found now, since a search for a learning rate takes the callbacks away for a while
+        self.named_at_batch_end = {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
         modules = context.module.modules()
         self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
@@ -118,11 +122,6 @@ class PipelineLoop:
     def passes(self) -> bool:
         """Whether Lightning passes over the data without training, as its weight averaging does at the end."""
         return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
-
-    @functools.cached_property
-    def named_at_batch_end(self) -> dict[str, frozenset[str]]:
-        """For each step, which of ``outputs`` and ``batch`` callbacks of the user use at the end of its batch."""
-        return {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:

@@ -451,6 +451,8 @@ def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
 class Returning(MLP):
     """Returns what it has computed, for callbacks."""
 
+    lr = 0.05  # which a search may set
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         answers = self.layers(batch[0])
         return {"loss": (answers - batch[1]).square().mean(), "mean": answers.mean()}
@@ -494,10 +496,11 @@ class Counts(Keeps):
         self.found.append(None)
 
 
-def read(devices: int, make: Any) -> list[Any]:
+def read(devices: int, make: Any, searches: bool = False) -> list[Any]:
     """What a callback finds in training, validation, test and prediction; then what is predicted, if it is wanted."""
     callback = make()
-    runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[callback])
+    finders = [LearningRateFinder(num_training_steps=2)] if searches else []
+    runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[*finders, callback])
     (module, _), data = twins(Returning), loader(MLP, 16, 4)
     runner.fit(module, data, data)
     runner.test(module, data, verbose=False)
@@ -620,6 +623,7 @@ def refused_beside() -> str:
 
 def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
+    found["after a search"] = read(2, Keeps, searches=True)
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
     found |= {"on rank 0": refused_on_rank_0(), "writer": said_of_writer(), "norms": norms(2)}
@@ -634,6 +638,12 @@ def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_els
     for rank in in_two:
         assert_equal(expected, rank["Keeps"])
         assert rank["Counts"] == [None] * len(rank["Counts"])
+
+
+def test_what_steps_return_is_known_after_a_search_for_a_learning_rate(in_two: Any) -> None:
+    expected = read(1, Keeps, searches=True)
+    for rank in in_two:
+        assert_equal(expected, rank["after a search"])
 
 
 @pytest.mark.parametrize("make", [Hooked, HookedByHand])
