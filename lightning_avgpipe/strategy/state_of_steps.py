@@ -24,6 +24,9 @@ from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, 
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
 
+# Hooks that call functions of callbacks or schedules, in whose place a search for a learning rate puts others.
+_CALLING_OTHERS = ("optimizer_step", "lr_scheduler_step")
+
 
 class StateOfSteps:
     """Sends attributes and variables that code between submodules changes to hooks whose code names them."""
@@ -59,10 +62,18 @@ class StateOfSteps:
         """Yield the attributes and variables that the step changes between submodules and the hook's code names."""
         graph = self._deployment.pipeline.graph(STEP)
         changed = graph.changed_between
-        if changed and (owner, name) not in self._named:
-            classes = type(self._module), type(owner)
-            self._named[owner, name] = names_in(self._functions(owner, name), classes)
-        yield from (key for key in changed if key[1].rpartition(".")[2] in self._named[owner, name])
+        if changed:
+            named = self._names(owner, name)
+            yield from (key for key in changed if key[1].rpartition(".")[2] in named)
+
+    def _names(self, owner: Any, name: str) -> frozenset[str]:
+        """Return the names that a hook may read."""
+        if (owner, name) in self._named:
+            return self._named[owner, name]
+        named = names_in(self._functions(owner, name), (type(self._module), type(owner)))
+        if name not in _CALLING_OTHERS:
+            self._named[owner, name] = named
+        return named
 
     def _functions(self, owner: Any, name: str) -> list[Callable[..., Any]]:
         """Return the functions of a hook, and functions that it calls without naming them."""

@@ -18,7 +18,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig
 from torch.nn.utils import prune
@@ -350,6 +350,41 @@ def as_one(devices: int, make: Make, num_stages: int) -> dict[str, Tensor]:
 
 def callbacks_on_every_process_find_the_metrics_of_an_epoch(devices: int) -> Any:
     return as_one(devices, Scales, devices)
+
+
+class Sees(L.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 1 + 1 / module.seen
+
+
+class Searched(Layers):
+    """A search for a learning rate comes first; then a schedule and a callback read what the step keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.last, self.seen = 0.05, 1.0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.last = loss.item()
+        self.seen += self.last
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + self.last))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+    def configure_callbacks(self) -> Any:
+        return [LearningRateFinder(num_training_steps=2), Sees()]
+
+
+def a_search_for_a_learning_rate_does_not_change_what_hooks_find(devices: int) -> Any:
+    return piped(Searched(), 2, devices).state_dict()
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
@@ -755,6 +790,7 @@ def every_process_has_a_buffer_whose_shape_its_stage_changes(devices: int) -> An
 FINDS = (
     callbacks_on_every_process_find_the_metrics_of_an_epoch,
     hooks_that_call_each_other_are_followed_once,
+    a_search_for_a_learning_rate_does_not_change_what_hooks_find,
     hooks_read_what_submodules_of_another_process_keep,
     before_training_and_after_a_run_every_process_has_what_submodules_keep,
     callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
