@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.comm.batches import Needs, Passed
@@ -325,7 +325,7 @@ def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None
             return prepare(dataloader, shuffle, mode)
         with replaced(connector, "_requires_distributed_sampler", _divisible):
             found = prepare(dataloader, shuffle, mode)
-        if not isinstance(getattr(found, "sampler", None), DistributedSampler):
+        if not _divides(getattr(found, "sampler", None)):
             rank_zero_warn(
                 f"{num_groups} groups of processes train on data of their own, but Lightning cannot "
                 f"divide a {type(dataloader).__name__} with an iterable dataset or without sampler: each group reads "
@@ -339,8 +339,12 @@ def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None
 
 def _divisible(dataloader: DataLoader[Any]) -> bool:
     """Return whether a distributed sampler can divide a dataloader that has none yet."""
-    sampled = isinstance(dataloader.sampler, DistributedSampler)
-    return not sampled and not isinstance(dataloader.dataset, IterableDataset)
+    return not _divides(dataloader.sampler) and not isinstance(dataloader.dataset, IterableDataset)
+
+
+def _divides(sampler: Any) -> bool:
+    """Return whether a sampler divides data among processes, also if it only resembles torch's DistributedSampler."""
+    return isinstance(getattr(sampler, "num_replicas", None), int)
 
 
 def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
@@ -355,7 +359,7 @@ def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
     """
     batches = getattr(dataloader, "batch_sampler", None)
     samplers = getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)
-    divides = next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+    divides: Any = next(filter(_divides, samplers), None)
     if divides is not None and divides.num_replicas == world_size != readers:
         raise ConfigurationError(
             f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here only "

@@ -14,9 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError
@@ -308,12 +309,35 @@ class LooksAtInputs(MLP):
         batch[1].sum()
 
 
+class Every(Sampler[int]):
+    """Divides samples among processes, and is no DistributedSampler; samplers of timm and transformers are like this.
+
+    Args:
+        data: the samples.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.length, self.rank, self.num_replicas = len(data), dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.length, self.num_replicas))
+
+    def __len__(self) -> int:
+        return self.length // self.num_replicas
+
+
 class ReadsAPart(MLP):
     """Divides the data among all processes, as a module for ddp may."""
 
+    sampler: Any = DistributedSampler
+
     def train_dataloader(self) -> DataLoader[Any]:
         data = loader(MLP, 24, 6).dataset
-        return DataLoader(data, 6, sampler=DistributedSampler(data))
+        return DataLoader(data, 6, sampler=self.sampler(data))
+
+
+class ReadsEvery(ReadsAPart):
+    sampler = Every
 
 
 class RunsWithin(MLP):
@@ -324,6 +348,7 @@ class RunsWithin(MLP):
 REFUSED = {
     RunsWithin: "trainer.validate() was called within another run",
     ReadsAPart: "DistributedSampler divides the data among all 2 processes",
+    ReadsEvery: "Every divides the data among all 2 processes",
     ChangesLate: "a hook changed [0] of the batch after it was sent",
     ReplacesLate: "a hook changed [1] of the batch after it was sent",
     AddsLate: "a hook changed the number of tensors of the batch after it was sent",
@@ -333,13 +358,15 @@ REFUSED = {
 
 def refusal(model: type[MLP]) -> str:
     with pytest.raises(AvgPipeError) as caught:
-        pipeline(2, 2, max_epochs=1).fit(model(), None if model is ReadsAPart else loader(MLP, 24, 6))
+        pipeline(2, 2, max_epochs=1).fit(model(), None if issubclass(model, ReadsAPart) else loader(MLP, 24, 6))
     return str(caught.value)
 
 
-def fit_all() -> tuple[dict[str, dict[str, Any]], list[str]]:
+def fit_all() -> tuple[dict[str, dict[str, Any]], list[str], list[int]]:
     fits = {name: fit(model, 2, options) for name, (model, options, _, _) in CASES.items()}
-    return fits, [refusal(model) for model in REFUSED]
+    replicas = pipeline(2, 2, {"replicas": 2}, max_epochs=1)
+    replicas.fit(ReadsEvery())
+    return fits, [refusal(model) for model in REFUSED], list(replicas.train_dataloader.sampler)
 
 
 in_two = processes.shared(2, lambda rank: fit_all())
@@ -349,7 +376,7 @@ in_two = processes.shared(2, lambda rank: fit_all())
 def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
     model, _, *needed = CASES[name]
     one = fit(model, 1, {})
-    for (rank, _), expected in zip(in_two, needed, strict=True):
+    for (rank, *_), expected in zip(in_two, needed, strict=True):
         assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
         assert set(rank[name]["seen"][2:]) == {expected}
         assert_equal(rank[name]["weights"], one["weights"])
@@ -357,9 +384,13 @@ def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:
-    for _, said in in_two:
+    for _, said, _ in in_two:
         for text, message in zip(said, REFUSED.values(), strict=True):
             assert message in text
+
+
+def test_a_sampler_that_divides_samples_among_groups_is_left_as_it_is(in_two: Any) -> None:
+    assert [samples for *_, samples in in_two] == [list(range(0, 24, 2)), list(range(1, 24, 2))]
 
 
 class LooksAway(L.Callback):
