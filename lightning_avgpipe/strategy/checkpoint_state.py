@@ -176,7 +176,8 @@ class CheckpointState:
         with _keeping_what_arrives(self.module, loaded), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
             own(checkpoint, strict)
-        self.loaded = loaded
+        if self._deployment is None:  # a run that divides the module has taken them when it began
+            self.loaded = loaded
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states, and what :meth:`complete` has added.

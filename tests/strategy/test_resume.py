@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
@@ -308,9 +308,9 @@ def test_checkpoints_written_in_the_background_are_those_of_their_step(never_sto
 
 
 class Maps(Callback):
-    """Looks whether a file is mapped into memory."""
+    """Looks whether a file, or one with such a name, is mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = str(path)
         self.seen: dict[str, bool] = {}
 
@@ -330,6 +330,27 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
     maps = Maps(path)
     resumed(path, 2, callbacks=[maps])
     assert maps.seen == {"loading": True, "training": False}
+
+
+class MadeOnMeta(MLP):
+    """Has weights without contents until training begins; each process then has those of its stages."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.layers = MLP().layers
+
+
+def mapped_after_search() -> dict[str, bool]:
+    maps = Maps(".lr_find_")
+    search = LearningRateFinder(num_training_steps=2, update_attr=False)
+    pipeline(2, 2, MICRO, callbacks=[search, maps], max_epochs=1).fit(MadeOnMeta(), loader(MLP, 16, 8))
+    return maps.seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_search_has_saved_is_mapped_no_longer_than_it_is_loaded(tmp_path: Path) -> None:
+    for seen in processes.everywhere(2, mapped_after_search, folder=tmp_path):
+        assert seen == {"loading": True, "training": False}
 
 
 class Counts(nn.Linear):
