@@ -200,6 +200,8 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
         path: path of the folder.
         optimizers: whether to read the optimizers' states, which are the largest part.
         weights_only: argument of ``torch.load`` for everything but weights and optimizer states.
+    Raises:
+        CheckpointError: the folder has no weights.
     """
     folder = _present(path)
     assert folder is not None
@@ -209,7 +211,13 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
     found: dict[str, Any] = {}
     _load_state_dict(found, reader, planner=_EmptyStateDictLoadPlanner(keys=wanted), no_dist=True)
     found |= torch.load(folder / _META, map_location="cpu", weights_only=_weights_only(weights_only))
-    weights = found.pop(_WEIGHTS) if _WEIGHTS in found else found.pop(_WEIGHTS_ELSEWHERE)
+    key = _WEIGHTS if _WEIGHTS in found else _WEIGHTS_ELSEWHERE
+    if key not in found:
+        raise CheckpointError(
+            f"the folder {folder} is no whole checkpoint: it has neither '{_WEIGHTS}' nor '{_WEIGHTS_ELSEWHERE}', only "
+            f"{', '.join(sorted(found)) or 'nothing'}; give the folder that the Trainer saved, with all of its files"
+        )
+    weights = found.pop(key)
     numbered = [f"{_OPTIMIZER}{number}" for number in range(len(found))]
     states = [found.pop(key) for key in numbered if key in found]
     return {**found, "state_dict": weights, **({"optimizer_states": states} if states else {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ def test_states_of_many_optimizers_are_read_in_their_order(tmp_path: Path) -> No
     torch.save({}, tmp_path / "meta.pt")
     read = load_shards(tmp_path, optimizers=True, weights_only=True)["optimizer_states"]
     assert [state["state"]["w"].item() for state in read] == [*range(12)]
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    dcp.save({"optimizer_0": {"state": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"epoch": 3}, tmp_path / "meta.pt")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))} .*'model' nor 'state_dict'.* epoch"):
+        load_shards(tmp_path, optimizers=True, weights_only=True)
 
 
 class Keeps(nn.Linear):
