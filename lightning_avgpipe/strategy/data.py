@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
+from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.batches import Needs, Passed
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.sample_layout import Expected
@@ -177,7 +178,8 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
     resumable = isinstance(dataloader, _Stateful)
     # a datamodule saves the position of the training data
     saves = saves_position(dataloader, trainer) if resumable or trainer.state.fn == TrainerFn.FITTING else ""
-    facts = sized_len(dataloader), resumable, saves, expected_batches(dataloader)
+    with alone():  # as when it is read
+        facts = sized_len(dataloader), resumable, saves, expected_batches(dataloader)
     length, resumable, saves, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
     if saves and cluster.stage_map.reader != 0:
         raise ConfigurationError(
@@ -235,8 +237,10 @@ class _Reader(_Mirror):
     """The reader's dataloader, which sends each batch, and the end, to the other processes."""
 
     def _streamed(self) -> Iterator[Any]:
-        # The iterator is made at once, as on one device, since this starts workers and draws random numbers.
-        return self._passed_on(iter(self._dataloader))
+        # The iterator is made at once, as on one device, since this starts workers and draws random numbers. Data that
+        # divide themselves among processes would leave out the parts of those that do not read.
+        with alone():
+            return self._passed_on(_read_alone(iter(self._dataloader)))
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         distributor, stream = self._begun()
@@ -262,7 +266,18 @@ class _Reader(_Mirror):
         distributor.batch_stream.accept(passed)
 
     def __len__(self) -> int:
-        return len(vars(self)["_dataloader"])  # a TypeError if it has no length
+        with alone():
+            return len(vars(self)["_dataloader"])  # a TypeError if it has no length
+
+
+def _read_alone(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches; the code that makes each of them sees one process only."""
+    while True:
+        with alone():
+            batch = next(batches, _End)
+        if batch is _End:
+            return
+        yield batch
 
 
 def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:

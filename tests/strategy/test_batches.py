@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError
@@ -362,8 +362,37 @@ def refusal(model: type[MLP]) -> str:
     return str(caught.value)
 
 
+class Divided(IterableDataset[Any]):
+    """Divides its samples among all processes, as for ddp."""
+
+    @property
+    def share(self) -> range:
+        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return range(rank, 24, count)
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = loader(MLP, 24, 6).dataset
+        return (samples[i] for i in self.share)
+
+
+# workers of the dataloader, and who reads
+WORKERS = ((0, "last"), (1, "last"), (0, "first"))
+
+
+def fit_divided(devices: int, workers: int, reader: str) -> dict[str, Any]:
+    data = DataLoader(Divided(), 6, num_workers=workers)
+    runner, (model, _) = pipeline(2, devices, {"links": Links(reader=reader)}, max_epochs=1), twins(MLP)
+    runner.fit(model, data, data)
+    batches = runner.num_training_batches, runner.global_step
+    return {"weights": state(model), "loss": runner.callback_metrics["val_loss"], "batches": batches}
+
+
 def fit_all() -> tuple[dict[str, dict[str, Any]], list[str], list[int]]:
     fits = {name: fit(model, 2, options) for name, (model, options, _, _) in CASES.items()}
+    fits |= {f"divided {case}": fit_divided(2, *case) for case in WORKERS}
     replicas = pipeline(2, 2, {"replicas": 2}, max_epochs=1)
     replicas.fit(ReadsEvery())
     return fits, [refusal(model) for model in REFUSED], list(replicas.train_dataloader.sampler)
@@ -381,6 +410,14 @@ def test_each_process_gets_what_it_needs(name: str, in_two: Any) -> None:
         assert set(rank[name]["seen"][2:]) == {expected}
         assert_equal(rank[name]["weights"], one["weights"])
         assert rank[name]["attributes"] == one["attributes"]
+
+
+@pytest.mark.parametrize("case", WORKERS)
+def test_data_that_divide_themselves_among_processes_are_read_as_a_whole(case: Any, in_two: Any) -> None:
+    expected = fit_divided(1, *case)
+    assert expected["batches"] == (4, 4)
+    for rank, *_ in in_two:
+        assert_equal(rank[f"divided {case}"], expected)
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:
