@@ -77,6 +77,7 @@ class Ensemble:
             ConfigurationError: an optimizer trains something that is not a parameter of the module.
         """
         changed, before = self._follow(), self.models.size
+        self.optimizers.follow()  # before a loss scaler unscales the gradients of what they train
         if size == before:
             return changed
         self.averager.end_staggered()

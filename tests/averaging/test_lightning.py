@@ -181,6 +181,21 @@ def test_the_models_that_step_without_the_first_share_a_loss_scale() -> None:
     assert_equal(*models)
 
 
+def test_parameters_that_begin_to_train_step_with_unscaled_gradients_in_every_model() -> None:
+    models = []
+    for scale in (2.0**8, 2.0**12):
+        torch.manual_seed(3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        options = {
+            "max_epochs": 2,
+            "callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)],
+            "plugins": [MixedPrecision("16-mixed", "cpu", scaler)],
+        }
+        models.append(train(Finetuned(), loader(MLP, 48, 8), 2, trainer=options).models)
+        assert scaler.get_scale() == scale  # no step was skipped
+    assert_equal(*models)
+
+
 class Limited(MLP):
     """Runs out of memory if a micro-batch has more than two samples."""
 

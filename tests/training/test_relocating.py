@@ -19,6 +19,7 @@ from lightning_avgpipe.training.holdings import move_state
 from tests import processes
 from tests.comparing import assert_equal
 from tests.models import MLP, CountingLinear, Normed, Regression, TiedTransformer, loader
+from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline
 
 Points = dict[int, Any]  # after so many batches: where stages begin, or how many there are
@@ -191,6 +192,7 @@ EVERYTHING: dict[str, list[tuple[Any, Any, Any]]] = {
         (TiedTransformer, {"optimizer": "sgd", "num_pipelines": 2}, {}),
         (Normed, {"num_pipelines": 2, "averaging": Averaging(outer_optimizer=outer)}, {}),
         (Normed, {"costs": "measured", "costs_cache": None}, {"precision": "bf16-mixed"}),
+        (MLP, {"optimizer": "sgd", "num_pipelines": 2}, {"plugins": [half_mixed()]}),  # with a loss scale
         (MLP, {"recompute": True, "schedule": "afab"}, {"gradient_clip_val": 0.1}),
         (MLP, {}, {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)]}),
     ],
