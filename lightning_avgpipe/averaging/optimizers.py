@@ -74,17 +74,12 @@ class ModelOptimizers:
         """Return the model's parameter for each of the module's own, by the ``id`` of the latter."""
         return {id(p): model.parameters[name] for name, p in self._models.own.parameters.items()}
 
-    def follow(self, only: Optimizer | None = None) -> None:
-        """Give the clones the current hyper-parameters of pipeline 0's optimizers.
-
-        Args:
-            only: the clone to update; None: all of them.
-        """
+    def follow(self) -> None:
+        """Give the clones the current hyper-parameters of pipeline 0's optimizers."""
         for model, clones in zip(self._models.each[1:], self._clones[1:], strict=True):
-            if only is None or any(made is only for made in clones):
-                places = self._places(model)
-                for made, optimizer, counted in zip(clones, self._own(), self.counted, strict=True):
-                    follow(made, optimizer, places, counted)
+            places = self._places(model)
+            for made, optimizer, counted in zip(clones, self._own(), self.counted, strict=True):
+                follow(made, optimizer, places, counted)
 
     def states(self) -> list[OptimizerStates]:
         """Return the states of the clones, which move with their parameters."""

@@ -156,9 +156,8 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # this is the last hook before the step, after all hooks that may change a learning rate
-        ensemble, first = parallel.ensemble, trainer.optimizers
-        if ensemble is not None:  # pipeline 0 updates all others; each is updated again after its own hooks
-            ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
+        if parallel.ensemble is not None:
+            parallel.ensemble.optimizers.follow()
         return clip(optimizer, *args, **kwargs)
 
     return all_replaced(
