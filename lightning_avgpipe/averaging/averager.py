@@ -15,6 +15,7 @@ from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.comm.collectives import TensorCollectives
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -288,3 +289,29 @@ class Averager:
         """Catch up, and stop averaging models one at a time; :meth:`begin_staggered` starts from the current state."""
         self.catch_up()
         self._staggered = None
+
+    # -- what user code writes ---------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an averaging has begun that counts from the reference as it is now."""
+        return self._staggered is not None or bool(self.late)
+
+    def take_over(self, changed: Collection[int]) -> None:
+        """Take over what user code may have written into a model or the reference.
+
+        Args:
+            changed: positions of the tensors of the reference that it has just changed, among those of this process.
+
+        Raises:
+            ConfigurationError: it has changed the reference while a late averaging is in flight.
+        """
+        if changed and self.late:
+            name = self._models.mine[min(changed)]
+            raise ConfigurationError(
+                f"with Averaging(delay={self._options.delay}) a hook has changed '{name}' of the reference while an "
+                "averaging that began with its former contents is in flight. Change the parallel models instead, which "
+                "the reference follows, or use delay=0"
+            )
+        if self._staggered is not None:
+            self._staggered.take_over(changed)

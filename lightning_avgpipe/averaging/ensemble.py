@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.integrity import Checksums, first_nonfinite
+from lightning_avgpipe.averaging.integrity import Checksums, digests, first_nonfinite
 from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
@@ -192,6 +192,26 @@ class Ensemble:
             self.show_reference(before)
             if placed.number:
                 self.models.put(placed)
+
+    @contextlib.contextmanager
+    def lent(self, number: int | None) -> Iterator[None]:
+        """Give the module the weights of a parallel model (None: the reference) within this context, for user code.
+
+        Raises:
+            ConfigurationError: it has changed the reference while a late averaging is in flight.
+        """
+        changed: list[int] = []
+        if number is not None:
+            self.checksums.forget()
+            with self.placed(number):
+                yield
+        else:
+            with self.showing_reference(True):
+                shown = self.models.parameters(0) if self.averager.has_begun else {}
+                before = digests(shown)
+                yield
+                changed = (digests(shown) != before).nonzero().flatten().tolist()
+        self.averager.take_over(changed)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

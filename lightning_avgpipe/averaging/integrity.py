@@ -40,7 +40,7 @@ class Checksums:
         self._marked = None
         if self._weights and (self._left or last):
             self._left = max(0, self._left - 1)
-            self._marked = list(self._weights), _digests(self._weights)
+            self._marked = list(self._weights), digests(self._weights)
 
     def forget(self) -> None:
         """Drop the checksums, because this package, or user code that sees all models, is about to change weights."""
@@ -59,7 +59,7 @@ class Checksums:
             return
         (names, before), self._marked = self._marked, None
         here = {name: self._weights[name] for name in names}
-        differ = (_digests(here) != before).tolist()
+        differ = (digests(here) != before).tolist()
         changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
         if changed:
             raise ConfigurationError(
@@ -70,8 +70,10 @@ class Checksums:
             )
 
 
-def _digests(weights: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([digest(weight) for weight in weights.values()])
+def digests(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the checksums of weights, in their order."""
+    found = [digest(weight) for weight in weights.values()]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class StaggeredAveraging:
     ) -> None:
         # each model with a copy of itself at the beginning of its iteration
         self._models = [(list(model), [tensor.detach().clone() for tensor in model]) for model in models]
-        self._reference = list(reference)
+        self._reference = [tensor.detach() for tensor in reference]  # this memory, also while the module shows it
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
         self._known = [tensor.detach().clone() for tensor in self._reference]
@@ -72,6 +72,7 @@ class StaggeredAveraging:
         several = [] if averaging_group is None else wide(reference)
         self._moves, self._sums = ([torch.zeros_like(tensor) for tensor in several] for _ in range(2))
         self._arrive: Callable[[], None] | None = None  # waits for the sum that was started last
+        self._changed: set[int] = set()  # positions of what user code has changed in the reference between iterations
 
     @torch.no_grad()
     def end(self, number: int) -> None:
@@ -87,6 +88,7 @@ class StaggeredAveraging:
             raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
         count, alone = len(self._models), self._averaging_group is None
         self._next = (number + 1) % count
+        self._changed.clear()
         if number == 0 and alone:  # the previous iteration has ended for all models
             torch._foreach_copy_(self._known, self._reference)
         own = *self._models[number], self._known
@@ -129,3 +131,18 @@ class StaggeredAveraging:
         """Wait for the last sums, and continue as if training began with these models. All groups call it."""
         self.catch_up()
         torch._foreach_copy_(self._known, self._reference)
+
+    @torch.no_grad()
+    def take_over(self, changed: Collection[int]) -> None:
+        """Take over what user code may have written into a model or the reference between iterations.
+
+        What it writes into models alone counts as an update, which the reference follows. Where it changes the
+        reference as well, before or after the models, training goes on from what it has written into each.
+
+        Args:
+            changed: positions of the tensors of the reference that it has just changed; their sums have arrived.
+        """
+        self._changed.update(changed)
+        for tensors, kept in (*self._models, (self._reference, self._known)):
+            for i in self._changed:
+                kept[i].copy_(tensors[i])

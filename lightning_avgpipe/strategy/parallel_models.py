@@ -337,13 +337,9 @@ class ParallelModels:
             ConfigurationError: there is no pipeline with this number, or training has not begun.
         """
         ensemble = self.ensemble
-        if number is None:
-            return self._deployment.parallel.showing_reference()
-        check_number(number, 1 if ensemble is None else ensemble.models.size)
-        if ensemble is None:
-            return contextlib.nullcontext()
-        ensemble.checksums.forget()
-        return ensemble.placed(number)
+        if number is not None:
+            check_number(number, 1 if ensemble is None else ensemble.models.size)
+        return contextlib.nullcontext() if ensemble is None else ensemble.lent(number)
 
 
 def check_number(number: int, size: int) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
+from lightning_avgpipe.errors import ConfigurationError
 from tests.comparing import assert_equal
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
@@ -67,3 +71,69 @@ def test_half_precision_is_averaged_in_single(use: Callable[[list[Model], Model]
     use(*wide)
     for found, expected in zip((*reference, *made[3], *made[0]), (*wide[1], *wide[0][3], *wide[0][0]), strict=True):
         assert torch.equal(found, expected.to(torch.bfloat16))
+
+
+# -- what user code writes ---------------------------------------------------------------------------------------------
+
+
+def ensemble_of_two(**options: Any) -> tuple[nn.Linear, Ensemble]:
+    """Models of one weight, which is 1."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 1.0)
+    optimizer = torch.optim.SGD(module.parameters())
+    ensemble = Ensemble(module, lambda: [optimizer], Averaging(**options))
+    ensemble.follow(2)
+    return module, ensemble
+
+
+def fill(module: nn.Linear, ensemble: Ensemble, number: int | None) -> None:
+    with ensemble.lent(number):
+        module.weight.data.fill_(0.5)
+
+
+def iterate(module: nn.Linear, ensemble: Ensemble, rolling: bool, updates: tuple[float, float]) -> None:
+    if rolling:
+        ensemble.averager.begin_staggered()
+    for n, change in enumerate(updates):
+        with ensemble.placed(n), torch.no_grad():
+            module.weight.add_(change)
+        if rolling:
+            ensemble.averager.average_one(n)
+    if not rolling:
+        ensemble.averager.stepped(2)
+
+
+def filled(rolling: bool, *order: int | None) -> list[float]:
+    """Two models, which hooks fill between two iterations of which the second has no update, and their reference."""
+    module, ensemble = ensemble_of_two(rolling=rolling, alpha=0.25, outer_lr=1.5)
+    iterate(module, ensemble, rolling, (0.5, -0.25))
+    for number in order:
+        fill(module, ensemble, number)
+    iterate(module, ensemble, rolling, (0.0, 0.0))
+    ensemble.averager.finish()
+    models, (reference,) = ensemble.models.tensors()
+    return [weight.item() for (weight,) in models] + [reference.item()]
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("order", [(None, 0, 1), (0, 1, None)])
+def test_what_a_hook_sets_in_all_models_and_the_reference_stays(rolling: bool, order: tuple[int | None, ...]) -> None:
+    assert filled(rolling, *order) == [0.5] * 3
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_the_reference_follows_what_a_hook_sets_in_the_models_alone(rolling: bool) -> None:
+    *models, reference = filled(rolling, 0, 1)
+    assert reference == pytest.approx(sum(models) / 2)
+    assert reference < 0.75 < filled(rolling)[-1]
+
+
+def test_a_hook_that_sets_the_reference_before_a_late_averaging_has_ended_is_refused() -> None:
+    module, ensemble = ensemble_of_two(every=2, delay=1)
+    for _ in range(2):
+        iterate(module, ensemble, False, (0.5, -0.25))
+    with ensemble.lent(None):
+        pass  # it may look at it
+    fill(module, ensemble, 0)
+    with pytest.raises(ConfigurationError, match=r"delay=1\) a hook has changed 'weight' of the reference .* delay=0"):
+        fill(module, ensemble, None)

@@ -276,6 +276,26 @@ def test_a_gradient_that_is_no_number_ends_training_with_its_model() -> None:
         train(Scaled(), Batches(data), 2, averaging=Averaging(rolling=True))
 
 
+class Sets(Scaled):
+    """Does not learn; a hook sets the weights of all models and of the reference."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        views = [strategy.reference(), *map(strategy.parallel_model, range(strategy.num_pipelines))]
+        for view in views if self.trainer.current_epoch == 0 else ():
+            with view, torch.no_grad():
+                self.scale.fill_(0.5)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_weights_that_a_hook_sets_everywhere_stay(num_stages: int) -> None:
+    module, models, _ = run(module=Sets, num_stages=num_stages)
+    assert all(weights["scale"].eq(0.5).all() for weights in (*models.models, models.reference, state(module)))
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
