@@ -150,8 +150,8 @@ class Changes(Writes):
 def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
     """Give a parameter its former memory, and the memory its former contents (None: they did not change)."""
     with torch.no_grad(), untraced():  # reading the data must not fetch absent weights
-        if parameter.is_meta or memory.is_meta:  # the weight was released or fetched meanwhile
-            return
+        if parameter.is_meta or memory.is_meta or parameter.device != memory.device:
+            return  # the weight was released, fetched or moved meanwhile
         if address(parameter) != address(memory):
             parameter.data = memory
         if contents is not None and not torch.equal(memory, contents.to(memory.device)):

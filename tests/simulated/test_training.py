@@ -402,3 +402,19 @@ def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
 @pytest.mark.parametrize("streams", [True, False])
 def test_the_tuner_expects_side_by_side_what_has_streams_of_its_own(simulated: Simulated, streams: bool) -> None:
     assert simulated(tuned, {"averaging": Averaging(streams=streams)}) == (not streams, [])
+
+
+def tuned_weights() -> tuple[list[str], list[str]]:
+    """Names of weights that differ from the host's after tuning, before which no plan has moved them."""
+    found: dict[bool, dict[str, Tensor]] = {}
+    with device.reported() as report:
+        for on_device in (True, False):
+            options = {"callbacks": [AvgPipeTuner(microbatch_candidates=[4])]}
+            found[on_device] = fit(on_device, MLP, {"num_pipelines": 1, "schedule": "1f1b"}, options)
+    return [name for name, tensor in found[False].items() if not torch.equal(tensor, found[True][name])], list(
+        report.errors
+    )
+
+
+def test_weights_stay_on_the_device_when_trials_are_over(simulated: Simulated) -> None:
+    assert simulated(tuned_weights) == ([], [])

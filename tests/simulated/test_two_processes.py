@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_avgpipe import Averaging
+from lightning_avgpipe import Averaging, AvgPipeTuner
 from lightning_avgpipe.comm.codec import Packet
 from lightning_avgpipe.comm.line import Pair, Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -155,6 +155,23 @@ def test_tied_weights_that_are_clipped_are_those_of_the_host(pair: list[Simulate
         assert not errors
         for name, tensor in expected.items():  # sums over processes round otherwise than those within one
             torch.testing.assert_close(torch.tensor(weights[name]), tensor)
+
+
+def tuned_alike() -> list[list[float]]:
+    """The weights of a replica that begins with its own, after trials that come before the first plan."""
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    module, tuner = MLP(), AvgPipeTuner(microbatch_candidates=[4])
+    strategy = {"replicas": 2, "schedule": "1f1b"}
+    runner = pipeline(
+        1, 2, strategy, accelerator=SimulatedAccelerator(), max_epochs=1, callbacks=[tuner], num_sanity_val_steps=0
+    )
+    runner.fit(module, loader(MLP, 32, 8))
+    return [tensor.tolist() for tensor in module.state_dict().values()]
+
+
+def test_replicas_that_were_tuned_train_the_same_weights(pair: list[SimulatedProcess]) -> None:
+    one, other = both(pair, tuned_alike)
+    assert one == other
 
 
 class Ends(Asking):
