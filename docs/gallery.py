@@ -62,8 +62,8 @@ KNOWN = {
     ),
     "broadcast": Known(
         "Broadcast forward", "(K-1) (f+b) + (M-1) f", "K-k", "as described in `systems/broadcast/schedule.py`",
-        "Stages that build their graph late (`G`) stash one. On free links it loses; where a transfer takes as "
-        "long as a forward, 12 stages are 1.07 times as fast as with 1F1B.",
+        "Stages that build their graph late (`G`) stash one. On free links it is slower than 1F1B. If a transfer takes "
+        "as long as a forward, it is 1.07 times as fast with 12 stages.",
     ),
     "zb_h1": Known("ZB-H1", "(K-1) (f+i-w)", "K", _ZERO_BUBBLE),
     "zb_h2": Known("ZB-H2", "(K-1) (f+i-w)", "2 K - 1", _ZERO_BUBBLE),
@@ -82,13 +82,14 @@ def gallery() -> str:
         advance = 1 if name == "advance_forward" else 0
         schedule = build(name, num_stages, _MICROBATCHES, advance)
         timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
-        half = " of half a process" if each > 1 else ""
+        counted = ", counted once for each of its stages" if each > 1 else ""
         note = f"{known.note}\n" if known.note else ""
         sections.append(
             f'### {known.title}: `"{name}"`\n\n'
             f"```\n{picture.text(timeline, round(timeline.iteration_s))}\n```\n\n"
             f"An iteration is longer than a process's work by `{known.idle}`: here "
-            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{known.stash}` micro-batches{half}.\n"
+            f"{timeline.bubble_fraction:.1%} of the time is idle.\n"
+            f"A process stashes `{known.stash}` micro-batches{counted}.\n"
             f"{note}Source: {known.source}.\n"
         )
     return "\n".join(sections)
