@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
@@ -52,13 +53,17 @@ class Preview:
 
 
 class _UnitEffects(NamedTuple):
-    """The effects of a unit besides its result: changed state and objects, draws, inner calls and operations."""
+    """The effects of a unit besides its result: changed state and objects, draws, inner calls and operations.
+
+    ``asked`` are the tensors whose gradients it asks for, or looks at by a hook.
+    """
 
     changes: list[str]
     draws: bool
     drawn: tuple[str, ...]
     objects_changed: list[Any]
     flops: float
+    asked: list[Tensor]
 
     def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
         """Return the node with these effects, and with these generators among its arguments."""
@@ -72,6 +77,22 @@ def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, 
     if glue_states:
         owned |= {id(b): name for name, b in module.named_buffers() if name in glue_states}
     return owned
+
+
+class _Asking(TorchFunctionMode):
+    """A context that notes the tensors whose gradients a unit asks for, or looks at by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function_name(func) in HOOKING:
+            self.tensors.append(args[0])
+        elif func is torch.autograd.grad:
+            self.tensors += tree.tensors(args[1] if len(args) > 1 else kwargs["inputs"])
+        return func(*args, **kwargs)
 
 
 class StepRecorder(StepTracer):
@@ -183,6 +204,7 @@ class StepRecorder(StepTracer):
         elif not draft.values_of(visible):
             draft.readers.add(path)
         self._pin_call(module, path, tensors, result)
+        self._pin_asked(own.asked, f"unit '{path}'", module.parameters())
         flops = (own.flops or recurrent_flops(module, result)) + _elements(result)
         node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
         node = own.noted(node, generators)
@@ -215,11 +237,12 @@ class StepRecorder(StepTracer):
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, watch.flops:
+        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, watch.flops, _Asking() as asking:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
-        return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, watch.flops.total)
+        inner, flops = tuple(watch.calls[calls:]), watch.flops.total
+        return result, _UnitEffects(changes, draws, inner, objects_changed, flops, asking.tensors)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft = self.draft
@@ -247,6 +270,7 @@ class StepRecorder(StepTracer):
         )  # fmt: skip
         self._taken([*tensors, *used])
         self.effects.ran(node.name, own.objects_changed, ())
+        self._pin_asked(own.asked, "a checkpointed region", ())
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
             draft.pin(node.index + 1, ANYWHERE, what)
@@ -371,6 +395,27 @@ class StepRecorder(StepTracer):
             f"{name}() at {source_line()} asks for the gradient of the result of {maker}, which only its own stage "
             "gets; ask within the unit, or change the gradient by a torch.autograd.Function",
         )  # fmt: skip
+
+    def _pin_asked(self, asked: Sequence[Tensor], what: str, own: Iterable[Tensor]) -> None:
+        """Forbid cuts between the nodes that use a tensor and a later one that asks for the gradient of it.
+
+        Args:
+            asked: tensors whose gradients the next node asks for, or looks at by a hook.
+            what: description of that node.
+            own: its own parameters.
+        """
+        position, mine = self.draft.position(), set(map(id, own))
+        for tensor in asked:
+            value, name = self.known.own_value_of(tensor), self._owned.get(id(tensor))
+            users = (node for node in self.draft.nodes if value in node.inputs or name in node.parameters)
+            if id(tensor) not in mine and (first := next(users, None)) is not None:
+                of = f"'{name}'" if value is None else f"the result of {self.draft.maker(value)}"
+                self.draft.pin(
+                    first.index + 1, position,
+                    f"{what} at {source_line()} asks for the gradient of {of}, which {first} uses too: its stage would "
+                    "miss that part. Let one submodule compute all of it, or change the gradient by a "
+                    "torch.autograd.Function",
+                )  # fmt: skip
 
     def _pin_handed_out(self, tensors: Sequence[Tensor], what: str) -> None:
         """Forbid cuts between a unit that returns parameters and an operation that takes them.

@@ -637,3 +637,81 @@ class NamesADistribution(Layers):
 
 def test_the_common_generators_are_nobodys_own() -> None:
     assert_equal(piped(NamesADistribution()), by_hand(NamesADistribution()))
+
+
+# -- submodules that look at gradients of what is outside of them -----------------------------------------------------
+
+
+class Hooks(nn.Linear):
+    """Scales the gradient of its input by a hook, whoever else uses the input."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 0.1 * gradient)
+        return super().forward(x)
+
+
+class Branches(Layers):
+    """A layer and one that hooks its input share this input, in this order or in the other one.
+
+    Args:
+        first: whether the layer that hooks comes first.
+    """
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.hooks = first, Hooks()
+
+    def through(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        found = self.hooks(h) + self.b(h) if self.first else self.b(h) + self.hooks(h)
+        return self.d(self.c(found))  # type: ignore[no-any-return]
+
+
+class Weighs(nn.Module):
+    """Weighs two losses by their gradients for a weight of another layer, or for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, losses: list[Tensor], shared: Tensor) -> Tensor:
+        norms = [torch.autograd.grad(loss, shared, retain_graph=True)[0].norm() for loss in losses]
+        return losses[0] + self.scale * (norms[0] / norms[1]).detach() * losses[1]
+
+
+class Balances(Layers):
+    """Balances two losses.
+
+    Args:
+        by_value: whether by the gradients for a value, else for the weight of the layer that makes it.
+    """
+
+    def __init__(self, by_value: bool) -> None:
+        super().__init__()
+        self.weighs, self.by_value = Weighs(), by_value
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        h = self.a(x).relu()
+        losses = [functional.mse_loss(self.c(h), target), functional.l1_loss(self.d(h), target)]
+        return self.weighs(losses, h if self.by_value else self.a.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "split"), [(partial(Branches, False), "hooks"), (partial(Balances, False), "c")])
+def test_no_cut_divides_the_gradient_that_a_submodule_asks_for(make: Callable[[], Layers], split: str) -> None:
+    with pytest.raises(PartitionError, match=r"unit '(hooks|weighs)' at .* asks for the gradient of .* uses too"):
+        piped(make(), split_points=[split])
+
+
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [*((partial(Branches, True), split) for split in ("hooks", "b", "c")), (partial(Balances, True), "c")],
+)
+def test_a_cut_before_the_first_use_of_a_value_leaves_its_gradient_whole(
+    make: Callable[[], Layers], split: str
+) -> None:
+    assert_equal(piped(make(), split_points=[split]), by_hand(make()))
