@@ -514,7 +514,7 @@ class ProgramWriter:
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
             raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
-        if node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+        if node.reads_numbers or (node.kind == "glue" and not outcome.tensors):
             raise Unwritable(f"{node} returns numbers of tensors")
         if node.kind == "glue" and _is_sized_by_numbers(operation):
             raise Unwritable(f"{node} returns a shape that depends on numbers of tensors")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name
+from lightning_avgpipe.capture.tracer import StepTracer, function_name
 from lightning_avgpipe.engine.joint import Exchange, Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
@@ -163,12 +163,12 @@ class Lockstep(StepTracer):
     # -- glue ------------------------------------------------------------------------------------------------------
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _LOCAL or func in METADATA:
+        if func in _LOCAL:
             return func(*args, **kwargs)
         name = function_name(func)
         if name == "backward":
             return self._backward(func, args, kwargs)
-        if name == "grad" and func is torch.autograd.grad:
+        if func is torch.autograd.grad:
             return self._gradients(func, args, kwargs)
         held = {id(t): t for t in tensor_arguments(args, kwargs) if id(t) in self._names}
         if not held:

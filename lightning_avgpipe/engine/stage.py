@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, Lasting, explain_overwritten, registers_of
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, Lasting, explain_overwritten, registers_of, states_of
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
@@ -372,7 +372,7 @@ class Stage:
                 if root.requires_grad and (gradient is not None or begins)
             ]
             if pairs:
-                before = self._states() if self._changed else {}
+                before = states_of(self._changed)
                 backwards = [root for root, _ in pairs], [gradient for _, gradient in pairs]
                 if run is None:
                     torch.autograd.backward(*backwards)
@@ -384,11 +384,6 @@ class Stage:
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
-    def _states(self) -> dict[str, tuple[int, int]]:
-        """Return identity and version of each buffer that forwards change, by name."""
-        buffers = {name: register.get(leaf) for name, (register, leaf) in self._changed.items()}
-        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
-
     def _check_states(self, before: Mapping[str, tuple[int, int]], micro_batch: int) -> None:
         """Check that a backward has changed no buffers after the forward of a later micro-batch.
 
@@ -396,7 +391,7 @@ class Stage:
             StepChangedError: it has changed a buffer, and the forward of a later micro-batch has already run.
         """
         later = [i for i in self.stash if i > micro_batch]
-        changed = [name for name, now in self._states().items() if now != before[name]] if later else []
+        changed = [name for name, now in states_of(self._changed).items() if now != before[name]] if later else []
         if changed:
             raise StepChangedError(
                 f"the backward of a micro-batch changes '{changed[0]}' (torch.utils.checkpoint repeats the forward "

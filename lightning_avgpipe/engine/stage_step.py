@@ -40,7 +40,7 @@ from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.stage_values import SkippedCalls
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten, registers_of
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten, registers_of, states_of
 from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -50,7 +50,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.random_streams import seed_host
-from lightning_avgpipe.utils.torch_compat import version_of
 
 _AUDITED_EVERY = 64  # iterations; in every 64th, all micro-batches are followed and compared
 _MOST_FORMS = 8  # of micro-batches for which programs are kept
@@ -266,7 +265,7 @@ class StageStep:
         self._began_on_host = False  # whether draws from the host's generators began in this iteration
         called = (name for name, _ in module.named_buffers() if nearest(name, program.called))
         self._buffers = registers_of(module, called)
-        self._versions: list[tuple[int, int]] = []  # of these buffers, before the running program
+        self._states: dict[str, tuple[int, int]] = {}  # of these buffers, before the running program
         self.rewritten = Rewritten(program, module)
         self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
@@ -302,7 +301,7 @@ class StageStep:
             assert task.around is not None
             given, form = signature(part, self._programs.static)
             for written in self._programs.find(form):
-                self._versions = self._versions_now()
+                self._states = states_of(self._buffers)
                 try:
                     with watched(), self.rewritten.saved(trains), self._unforeseen.checked_program():
                         replayed = self._run_program(written, given, part, task.around(micro_batch))
@@ -345,17 +344,12 @@ class StageStep:
             StepChangedError: it had some.
         """
         changes = self._graph.changed_by_units or self._graph.written_tensors
-        if other.leaves or changes or self._versions != self._versions_now():
+        if other.leaves or changes or self._states != states_of(self._buffers):
             raise StepChangedError(
                 f"{other.instruction} returned something of another form (a shape, a flag, a structure) than with the "
                 "first micro-batch of this batch, after the step had logged or changed something. Return the same "
                 "form for every micro-batch, or set static_step=False, so that each one is followed"
             ) from None
-
-    def _versions_now(self) -> list[tuple[int, int]]:
-        """Return identity and version of each buffer of this stage's units, which may have begun to change them."""
-        held = [register.get(name) for register, name in self._buffers.values()]
-        return [(id(buffer), version_of(buffer)) for buffer in held]
 
     def _run_program(
         self, program: FlatProgram, tensors: Sequence[Tensor], part: Part, around: AbstractContextManager[None]

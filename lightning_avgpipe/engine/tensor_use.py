@@ -49,6 +49,12 @@ def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dic
     return found
 
 
+def states_of(registers: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, int]]:
+    """Return identity and version of the tensors in these registers, see :func:`registers_of`, by name."""
+    held = {name: register.get(leaf) for name, (register, leaf) in registers.items()}
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in held.items()}
+
+
 class Lasting:
     """The tensors that outlive a micro-batch and that the forwards of a stage change.
 
