@@ -294,6 +294,7 @@ _BATCHES = (
 )  # fmt: skip
 _RUNS = (
     Private(f"{_TRAINER}.trainer.Trainer._signal_connector", "handles signals"),
+    Private(f"{_TRAINER}.trainer.Trainer._checkpoint_connector", "its restore() is replaced: not after a failure"),
     Private(f"{_SIGNALS}._sigterm_notifier_fn", "replaced: all processes stop at the same batch", "signum _"),
     Private(f"{_SIGNALS}._slurm_sigusr_handler_fn", "replaced: the same, before a batch", "signum _"),
     Private(f"{_EVALUATION}._evaluation_step", "replaced: the same, behind a batch"),

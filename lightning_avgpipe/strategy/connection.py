@@ -47,6 +47,7 @@ from lightning_avgpipe.utils.lightning import (
     _destroy_dist_connection,
     _init_dist_connection,
     _sync_ddp_if_available,
+    _TunerExitException,
     pl,
     rank_zero_warn,
 )
@@ -269,14 +270,44 @@ def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         replacements.append((signals, "_sigterm_notifier_fn", stop))
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # a collective of all processes before every batch
             replacements.append((loop, "_broadcast_sigterm_tensor", noop))
-    first = [_FirstToKnow()] if several else []
     with all_replaced(replacements), connection.listening(agreed):
-        trainer.callbacks[:0] = first  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
+    """Within this context, the whole run of a trainer, an exception is reported before any code reacts to it.
+
+    Callbacks may react with calls that need all processes. So does a search for a learning rate: it restores the
+    checkpoint that it began with, and sets up the data, before it lets the exception out.
+    """
+    first, fit = _FirstToKnow(), trainer.fit_loop.run
+
+    def run() -> None:
+        try:
+            fit()
+        except _TunerExitException:
+            raise
+        except BaseException as error:
+            trainer.strategy.on_exception(error)
+            raise
+
+    def unless_failed(function: Callable[..., object]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not connection.failed:
+                function(*args, **kwargs)
+
+        return call
+
+    reacting = (trainer._checkpoint_connector, "restore"), (trainer.fit_loop, "setup_data")
+    replacements: list[Replacement] = [(each, name, unless_failed(getattr(each, name))) for each, name in reacting]
+    with all_replaced([(trainer.fit_loop, "run", run), *replacements]):
+        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            for callback in first:
-                trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+            if first in trainer.callbacks:  # type: ignore[attr-defined]  # a search that fails leaves others there
+                trainer.callbacks.remove(first)  # type: ignore[attr-defined]
 
 
 class _FirstToKnow(Callback):

@@ -34,6 +34,7 @@ from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.connection import (
     Connection,
     Peers,
+    ending_together,
     keeping_the_last,
     obeying_signals,
     saving_what_is_whole,
@@ -534,6 +535,8 @@ class AvgPipeStrategy(ParallelStrategy):
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1 or (fits and not self.passthrough):
             self._undo.enter_context(obeying_signals(self.lightning_module.trainer, self._connection))
+        if self.world_size > 1:
+            self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
         self._connect()
 
     def _connect(self) -> None:

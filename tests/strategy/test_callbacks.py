@@ -381,6 +381,30 @@ def test_states_of_optimizers_are_loaded_in_the_midst_of_training(tmp_path: Path
     assert_equal(two, [one, one])
 
 
+class Mistaken(MLP):
+    lr = 0.05
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("typo")
+
+
+def failed(folder: Path) -> str:
+    """How a search ends whose first step fails."""
+    runner = pipeline(2, 2, {"timeout": 20}, callbacks=[LearningRateFinder()], default_root_dir=folder)
+    with pytest.raises(Exception, match="typo") as raised:
+        runner.fit(Mistaken(), loader(MLP, 16, 4))
+    return f"{raised.typename}: {raised.value}"
+
+
+def test_an_error_in_a_search_for_a_learning_rate_ends_all_processes_with_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    zero, one = processes.everywhere(2, failed, root, folder=tmp_path)
+    assert zero.startswith("ValueError: typo")
+    assert re.match(r"PeerError: rank 0 \(stage 1\).* failed: ValueError: typo", one)
+    assert not [*root.iterdir()]
+
+
 def measured(devices: int, folder: Path) -> dict[str, Any]:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(folder, name="csv", version=0)
