@@ -34,7 +34,7 @@ class StateOfSteps:
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
         self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
         self._module: nn.Module = trainer.lightning_module
-        self._named: dict[Any, frozenset[str]] = {}
+        self._named: dict[tuple[int, str], frozenset[str]] = {}  # by identity of the owner, and name of the hook
 
     @cached_property
     def _packer(self) -> Packer:
@@ -68,11 +68,11 @@ class StateOfSteps:
 
     def _names(self, owner: Any, name: str) -> frozenset[str]:
         """Return the names that a hook may read."""
-        if (owner, name) in self._named:
-            return self._named[owner, name]
+        if (id(owner), name) in self._named:
+            return self._named[id(owner), name]
         named = names_in(self._functions(owner, name), (type(self._module), type(owner)))
         if name not in _CALLING_OTHERS:
-            self._named[owner, name] = named
+            self._named[id(owner), name] = named
         return named
 
     def _functions(self, owner: Any, name: str) -> list[Callable[..., Any]]:

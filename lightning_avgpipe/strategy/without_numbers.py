@@ -57,7 +57,8 @@ class WithoutNumbers:
         """Yield the wrapped hooks of the module, and of callbacks that are not Lightning's."""
         of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # may call functions of the user
         found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
-        for owner, name in dict.fromkeys(found):
+        # by identity, since a callback that is a data class has no hash
+        for owner, name in {(id(owner), name): (owner, name) for owner, name in found}.values():
             base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
             # Lightning would call a wrapped hook that is not overridden, since it looks through one wrapper only
             if is_overridden(name, owner, base) or name == "lr_scheduler_step":

@@ -10,6 +10,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,25 @@ class Searched(Layers):
 
 def a_search_for_a_learning_rate_does_not_change_what_hooks_find(devices: int) -> Any:
     return piped(Searched(), 2, devices).state_dict()
+
+
+@dataclass
+class Slows(L.Callback):
+    """A data class, which has no hash."""
+
+    by: float = 0.9
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        module.optimizers().param_groups[0]["lr"] *= self.by / (1 + module.last)
+
+
+class Slowed(Searched):
+    def configure_callbacks(self) -> Any:
+        return [Slows()]
+
+
+def callbacks_may_be_data_classes(devices: int) -> Any:
+    return piped(Slowed(), 2, devices).state_dict()
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
@@ -791,6 +811,7 @@ FINDS = (
     callbacks_on_every_process_find_the_metrics_of_an_epoch,
     hooks_that_call_each_other_are_followed_once,
     a_search_for_a_learning_rate_does_not_change_what_hooks_find,
+    callbacks_may_be_data_classes,
     hooks_read_what_submodules_of_another_process_keep,
     before_training_and_after_a_run_every_process_has_what_submodules_keep,
     callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
