@@ -173,7 +173,9 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
     """
     if isinstance(dataloader, _Mirror):  # left by an earlier run in a CombinedLoader of the user
         dataloader = vars(dataloader)["_dataloader"]
-    if cluster.group.world_size == 1:
+    # it may divide itself among processes; where each process is a group, that is right in training only
+    divides = not trainer.training and isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+    if cluster.world.world_size == 1 or (cluster.group.world_size == 1 and not divides):
         return dataloader
     resumable = isinstance(dataloader, _Stateful)
     # a datamodule saves the position of the training data
@@ -186,7 +188,8 @@ def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: 
             f"Links(reader='first') with a {saves} that saves its state: checkpoints are saved by "
             "rank 0, which does not have this state; use Links(reader='last')"
         )
-    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(dataloader, distributor, length)
+    kind = _Alone if cluster.group.world_size == 1 else _Reader if cluster.reads else _Follower
+    mirrored = kind(dataloader, distributor, length)
     # set as attributes, since isinstance() with a protocol does not call __getattr__ from Python 3.12 on
     vars(mirrored).update(expected_batches=expected, mirrored_class=type(dataloader))
     if resumable and cluster.reads:
@@ -233,14 +236,35 @@ class _Mirror:
         setattr(vars(self)["_dataloader"], name, value)
 
 
-class _Reader(_Mirror):
+class _Alone(_Mirror):
+    """A dataloader whose code sees one process only, while its length is asked for and while it is read.
+
+    Data that divide themselves among processes would leave out the parts of those that do not read.
+    """
+
+    def _streamed(self) -> Iterator[Any]:
+        # The iterator is made at once, as on one device, since this starts workers and draws random numbers.
+        with alone():
+            return self._read(iter(self._dataloader))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with alone():
+                batch = next(batches, _End)
+            if batch is _End:
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        with alone():
+            return len(vars(self)["_dataloader"])  # a TypeError if it has no length
+
+
+class _Reader(_Alone):
     """The reader's dataloader, which sends each batch, and the end, to the other processes."""
 
     def _streamed(self) -> Iterator[Any]:
-        # The iterator is made at once, as on one device, since this starts workers and draws random numbers. Data that
-        # divide themselves among processes would leave out the parts of those that do not read.
-        with alone():
-            return self._passed_on(_read_alone(iter(self._dataloader)))
+        return self._passed_on(super()._streamed())
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         distributor, stream = self._begun()
@@ -264,20 +288,6 @@ class _Reader(_Mirror):
                 limit = 0 if affects else limit
             batch, passed = following or pass_on(next(batches, _End))
         distributor.batch_stream.accept(passed)
-
-    def __len__(self) -> int:
-        with alone():
-            return len(vars(self)["_dataloader"])  # a TypeError if it has no length
-
-
-def _read_alone(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches; the code that makes each of them sees one process only."""
-    while True:
-        with alone():
-            batch = next(batches, _End)
-        if batch is _End:
-            return
-        yield batch
 
 
 def _read_watched(batches: Iterator[Any], batch: Any) -> tuple[Any, bool]:

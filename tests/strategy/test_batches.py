@@ -26,7 +26,7 @@ from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.driver import Engine
 from tests.models import MLP, ConvNet, Regression, loader
-from tests.trainers import both, pipeline, twins
+from tests.trainers import both, pipeline, trainer, twins
 
 
 class TimeMajor(Regression):
@@ -395,7 +395,9 @@ def fit_all() -> tuple[dict[str, dict[str, Any]], list[str], list[int]]:
     fits |= {f"divided {case}": fit_divided(2, *case) for case in WORKERS}
     replicas = pipeline(2, 2, {"replicas": 2}, max_epochs=1)
     replicas.fit(ReadsEvery())
-    return fits, [refusal(model) for model in REFUSED], list(replicas.train_dataloader.sampler)
+    samples = list(replicas.train_dataloader.sampler)
+    fits["validated by replicas"] = dict(*replicas.validate(twins(MLP)[0], DataLoader(Divided(), 6), verbose=False))
+    return fits, [refusal(model) for model in REFUSED], samples
 
 
 in_two = processes.shared(2, lambda rank: fit_all())
@@ -418,6 +420,12 @@ def test_data_that_divide_themselves_among_processes_are_read_as_a_whole(case: A
     assert expected["batches"] == (4, 4)
     for rank, *_ in in_two:
         assert_equal(rank[f"divided {case}"], expected)
+
+
+def test_each_replica_evaluates_data_that_divide_themselves_as_a_whole(in_two: Any) -> None:
+    (expected,) = trainer().validate(twins(MLP)[0], DataLoader(Divided(), 6), verbose=False)
+    for rank, *_ in in_two:
+        assert rank["validated by replicas"] == pytest.approx(expected)
 
 
 def test_a_hook_that_cannot_work_is_told_what_to_do(in_two: Any) -> None:
