@@ -559,7 +559,7 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     optimizer.state.update(copy.deepcopy(rest))
     wraps = any(isinstance(unwrapped(value), Optimizer) for value in vars(optimizer).values())
     if wraps or type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        moving = _with_moving_counters(optimizer)
+        moving = with_moving_counters(optimizer)
         for number, entry in present.items():
             parameter, moves = parameters[number], id(parameters[number]) in moving
             copied = {name: _copied_for(parameter, name, value, moves) for name, value in entry.items()}
@@ -573,10 +573,15 @@ def load_present_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         optimizer.state[parameter] = tree.map_tensors(Tensor.clone, reader.state.pop(parameter))
 
 
-def _with_moving_counters(optimizer: Optimizer) -> set[int]:
+def with_moving_counters(optimizer: Optimizer) -> set[int]:
     """Return the ``id`` of the parameters whose step counters are on their device, for kernels that count there."""
     groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
     return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def is_counter(parameter: Tensor, name: str, value: Tensor) -> bool:
+    """Return whether a tensor in an entry of a parameter's state counts steps, and so may be kept on the host."""
+    return name == "step" or value.dim() == 0 < parameter.dim()
 
 
 def _copied_for(parameter: Tensor, name: str, value: Any, moves: bool) -> Any:
@@ -594,13 +599,12 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
 
     States that are on the device already are copied as well: after loading, their memory may be mapped from a file.
     """
-    moving = _with_moving_counters(optimizer)
+    moving = with_moving_counters(optimizer)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             optimizer.state[parameter] = copy.deepcopy(state)
             continue
         for name, value in state.items():
             if isinstance(value, Tensor):
-                is_counter = name == "step" or value.dim() == 0 < parameter.dim()
-                stays = is_counter and id(parameter) not in moving
+                stays = id(parameter) not in moving and is_counter(parameter, name, value)
                 state[name] = value.to(value.device if stays else device, copy=True)

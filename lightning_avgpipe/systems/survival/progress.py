@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import load_states, parameters_in, states_of, unwrapped
+from lightning_avgpipe.training.holdings import is_counter, with_moving_counters
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import call, pl
 
@@ -103,12 +104,15 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[Any]:
 def load_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
     """Load states that :func:`optimizer_states` has returned and that are on the host."""
     for optimizer, (state, groups) in zip(map(unwrapped, optimizers), states, strict=True):
-        parameters = parameters_in(optimizer)
+        parameters, moving = parameters_in(optimizer), with_moving_counters(optimizer)
 
-        def moved(to: Tensor, value: Tensor) -> Tensor:  # counts of steps stay on the host
-            return value.to(to.device) if value.ndim else value
+        def moved(to: Tensor, name: str, value: Tensor, moving: Collection[int] = moving) -> Tensor:
+            return value if id(to) not in moving and is_counter(to, name, value) else value.to(to.device)
 
-        own = {i: tree.map_tensors(partial(moved, parameters[i]), entry) for i, entry in state.items()}
+        own = {
+            i: {name: tree.map_tensors(partial(moved, parameters[i], name), value) for name, value in entry.items()}
+            for i, entry in state.items()
+        }
         load_states(optimizer, own)
         for group, theirs in zip(optimizer.param_groups, groups, strict=True):
             group.update(tree.map_tensors(lambda tensor: tensor.clone(), theirs))
