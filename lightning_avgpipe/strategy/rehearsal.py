@@ -278,6 +278,8 @@ def rehearsing(
         rehearsal = Rehearsal(trainer, run, run.batches.copied(batch))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
+    if (plan := run.deployment.plan) is not None:
+        run.deployment.holdings.begin_alike(plan.copied)  # buffers are again as each process has made them
 
 
 @contextlib.contextmanager

@@ -408,6 +408,30 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
+class Drawn(MLP):
+    """A buffer with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def drawn(rank: int, folder: Path) -> dict[str, Tensor]:
+    """What a replica that began with random numbers of its own is left with."""
+    torch.manual_seed(rank)
+    module, tuner = Drawn(), AvgPipeTuner(microbatch_candidates=[2], dirpath=folder)
+    strategy = {"replicas": 2, "schedule": "1f1b"}
+    pipeline(1, 2, strategy, max_epochs=1, callbacks=[tuner]).fit(module, loader(MLP, 32, 8))
+    return weights_of(module)
+
+
+def test_replicas_that_were_tuned_begin_with_the_same_buffers(tmp_path: Path) -> None:
+    assert_equal(*processes.each(2, drawn, tmp_path, folder=tmp_path))
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
