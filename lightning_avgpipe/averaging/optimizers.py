@@ -112,6 +112,20 @@ class ModelOptimizers:
                     )
 
 
+class StepCounter:
+    """A hook that counts the steps of one optimizer, so clones of the optimizer do not get it.
+
+    Attributes:
+        count: number of steps.
+    """
+
+    count = 0
+
+    def __call__(self, *step: Any) -> None:
+        """Count a step."""
+        self.count += 1
+
+
 def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor], with_state: bool = True) -> Optimizer:
     """Return an optimizer like another one, with a copy of its state, for other parameters.
 
@@ -130,7 +144,11 @@ def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor], with_state:
             continue  # patched by a scheduler, which counts the original's steps
         if name == "state" and not with_state:
             value = defaultdict(dict)
-        vars(made)[name] = copy.copy(value) if name.endswith(_HOOKS) else copy.deepcopy(value, memo)
+        if name.endswith(_HOOKS):
+            hooks = ((key, hook) for key, hook in value.items() if not isinstance(hook, StepCounter))
+            vars(made)[name] = OrderedDict(hooks)
+        else:
+            vars(made)[name] = copy.deepcopy(value, memo)
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizers import parameters_in, unwrapped
+from lightning_avgpipe.averaging.optimizers import StepCounter, parameters_in, unwrapped
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
@@ -230,7 +230,7 @@ class ParallelModels:
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.take_checksums(bool(self._trainer.is_last_batch))
         elif ensemble is not None:
-            self._step_others(ensemble, results, bool(steps), kwargs)
+            self._step_others(ensemble, results, steps.count > 0, kwargs)
         self._before_step = None
         return result
 
@@ -299,7 +299,7 @@ class ParallelModels:
             for made in ensemble.optimizers.of(number):
                 with _counting_steps(made) as steps:
                     precision.optimizer_step(made, model=self._module, closure=lambda: result, **kwargs)
-                stepped |= bool(steps)
+                stepped |= steps.count > 0
         return stepped
 
     def finish_averaging(self) -> None:
@@ -359,10 +359,10 @@ def check_number(number: int, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _counting_steps(optimizer: Optimizer) -> Iterator[list[None]]:
-    """Collect an entry for each step of an optimizer within this context; a loss scaler may skip steps."""
-    steps: list[None] = []
-    hook = unwrapped(optimizer).register_step_post_hook(lambda *_: steps.append(None))
+def _counting_steps(optimizer: Optimizer) -> Iterator[StepCounter]:
+    """Count the steps of an optimizer within this context; a loss scaler may skip steps."""
+    steps = StepCounter()
+    hook = unwrapped(optimizer).register_step_post_hook(steps)
     try:
         yield steps
     finally:

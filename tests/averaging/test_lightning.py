@@ -196,6 +196,26 @@ def test_parameters_that_begin_to_train_step_with_unscaled_gradients_in_every_mo
     assert_equal(*models)
 
 
+class Hooked(Net):
+    """Its optimizer has a hook of the user's."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+
+def test_optimizers_of_other_models_have_the_hooks_that_the_user_has_registered() -> None:
+    found: list[list[int]] = []
+
+    def count(trainer: Any, *_: Any) -> None:
+        others = trainer.strategy.run.deployment.parallel.ensemble.optimizers.of(1)
+        found.append([len(each._optimizer_step_post_hooks) for each in (*trainer.optimizers, *others)])
+
+    train(Hooked(), loader(Net, 32, 8), trainer={"callbacks": [LambdaCallback(on_train_batch_end=count)]})
+    assert found == [[1, 1]] * 2
+
+
 class Limited(MLP):
     """Runs out of memory if a micro-batch has more than two samples."""
 
