@@ -26,7 +26,7 @@ from lightning_avgpipe.tuning.profile import (
     StageProfile,
     Trial,
 )
-from lightning_avgpipe.tuning.trials import affordable, durations, rounds, trial_sizes
+from lightning_avgpipe.tuning.trials import affordable, durations, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 
@@ -151,7 +151,8 @@ class Profiler:
         self._rehearsal.run(setting)
         tick()
         sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
-        runs = self._in_turns(sizes, rounds(self._iterations, len(sizes)), tick)
+        rounds = (self._iterations - 2) // len(sizes)  # after an iteration to warm up and one to measure memory
+        runs = self._in_turns(sizes, rounds, tick)
         self.too_few = max([self.too_few, *(size.num_microbatches for size in sizes if size not in runs)])
         seconds = {size: self._durations(timed) for size, timed in runs.items()}
         curves = self._curves(setting, runs[setting], seconds.pop(setting))

@@ -52,16 +52,6 @@ def _between(counts: Sequence[int], low: int, high: int) -> int:
     return min(counts, key=lambda m: abs(m * m - low * high))
 
 
-def rounds(iterations: int, sizes: int) -> int:
-    """Return the number of rounds of one iteration at each size, after one to warm up and one to measure memory.
-
-    Args:
-        iterations: largest number of iterations, at least 4.
-        sizes: number of sizes, with others as :func:`affordable` returns them.
-    """
-    return (iterations - 2) // sizes
-
-
 def durations(
     spans: Iterable[tuple[int, Kind, float]], span_s: Sequence[tuple[float, float]] = ()
 ) -> dict[tuple[int, Kind], float]:
