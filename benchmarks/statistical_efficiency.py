@@ -48,7 +48,7 @@ from benchmarks import harness
 from benchmarks.goal import reached
 from benchmarks.results import Key, Results
 from benchmarks.workloads import WORKLOADS, Samples, Workload
-from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -156,9 +156,10 @@ def train(trial: Trial, limit: int) -> dict[str, Any]:
             if staggered:  # the next model's iteration began before, where its last one ended
                 staggered[n % len(staggered)].end(n // len(staggered))
         if staggered:
-            average([_statistics(model) for model in models], _statistics(reference), 0.0, 1.0, len(models))
+            AveragingStep([_statistics(model) for model in models], _statistics(reference), len(models)).end(0.0, 1.0)
         elif together:
-            average([_floats(model) for model in models], _floats(reference), alpha, trial.outer_lr, len(models))
+            step = AveragingStep([_floats(model) for model in models], _floats(reference), len(models))
+            step.end(alpha, trial.outer_lr)
         return size * len(models)
 
     def loss() -> float:

@@ -196,13 +196,6 @@ class AveragingStep:
         return count / (int(self._active) or count)
 
 
-def average(
-    models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor], alpha: float, outer_lr: float, active: int
-) -> None:
-    """Average the models of one group in place. Arguments are those of :class:`AveragingStep` and its ``end``."""
-    AveragingStep(models, reference, active).end(alpha, outer_lr)
-
-
 class _Part:
     """A part of the tensors of all models and of the reference.
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
@@ -199,7 +199,7 @@ class Rehearsal:
         def run() -> float:
             own = [p.detach() for p in self._module.parameters() if not p.is_meta and p.requires_grad]
             model, centre = [t.clone() for t in own], [t.clone() for t in own]
-            return self._fastest_s(lambda: average([model], centre, 0.5, 1.0, 1))
+            return self._fastest_s(lambda: AveragingStep([model], centre, 1).end(0.5, 1.0))
 
         return self._guarded(run, "averaging")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.errors import ConfigurationError
@@ -46,14 +46,14 @@ def test_a_parameter_is_averaged_the_same_whatever_its_size_and_whatever_is_besi
     update(made, 1, 0)
     alone = [[t.clone() for t in m] for m in (*made, reference)]
     large = [torch.full((17 * 1024**2,), float(i)) for i in range(3)]  # so much is averaged in parts
-    average([[large[i], *m] for i, m in enumerate(made)], [large[2], *reference], 0.25, 2.0, 1)
-    average(alone[:2], alone[2], 0.25, 2.0, 1)
+    AveragingStep([[large[i], *m] for i, m in enumerate(made)], [large[2], *reference], 1).end(0.25, 2.0)
+    AveragingStep(alone[:2], alone[2], 1).end(0.25, 2.0)
     assert_equal((*made, reference), alone)
     assert [t[-1].item() for t in large] == [t[0].item() for t in large]
 
 
 def together(made: list[Model], reference: Model) -> None:
-    average(made, reference, 0.25, 2.0, len(made))
+    AveragingStep(made, reference, len(made)).end(0.25, 2.0)
 
 
 def one_by_one(made: list[Model], reference: Model) -> None:
