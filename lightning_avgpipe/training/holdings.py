@@ -76,12 +76,12 @@ class Holdings:
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
 
-    def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """Return the state dict of the module or of a copy; on rank 0 with all stages. Every process calls it."""
-        module = copy or self._module
-        if copy is None and self._cluster.group_number and not is_overridden("on_save_checkpoint", module):
+        is_own, module = module is None, module or self._module
+        if is_own and self._cluster.group_number and not is_overridden("on_save_checkpoint", module):
             return module.state_dict()  # only group 0 writes it, and no hook reads it
-        if copy is None and not self.answers:
+        if is_own and not self.answers:
             return self._to_begin_with()
         if self._cluster.group.world_size == 1 or not self.answers:
             return module.state_dict()
