@@ -217,12 +217,12 @@ class Wire:
                 self._sending.append((self._between.group.send([flat], self._between.peer, 0), flat))
             return ()
 
-        def begin(part: Tensor) -> Any:
+        def send_part(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
             return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
 
-        return begun(begin, flat, pieces)
+        return begun(send_part, flat, pieces)
 
     def end(self, works: Sequence[Any]) -> None:
         """Wait until a transfer on the host is done."""
