@@ -100,7 +100,6 @@ class ParallelModels:
         pipelines = deployment.parallel.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
-        deployment.parallel.show_reference(False)
         self.fed = max(self.fed, count)
         return pipelines[:count]
 
