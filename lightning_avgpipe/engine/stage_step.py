@@ -137,6 +137,7 @@ class Programs:
         self._program = program
         self._module, self._context = module, context
         self._iteration = 0
+        self._is_audited = True  # whether the programs of this iteration are compared, whatever was found before
         self._audits, self._agreed = True, False  # all are followed now; two programs of one form were equal
         self._written: list[tuple[Any, FlatProgram]] = []  # with their forms
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
@@ -146,8 +147,8 @@ class Programs:
     def begin(self) -> None:
         """Begin an iteration: drop the programs of earlier iterations, unless the step is static."""
         self._iteration += 1
-        trusted = self._agreed or (self.static and self._iteration > 1)
-        self._audits = not trusted or self._iteration % _AUDITED_EVERY == 0
+        self._is_audited = self._iteration == 1 or self._iteration % _AUDITED_EVERY == 0
+        self._audits = self._is_audited or not (self._agreed or self.static)
         if self._audits or not self.static:
             self._written.clear()
 
@@ -184,9 +185,7 @@ class Programs:
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return UNUSED
         # of two micro-batches of a form, at least one is checked before programs run
-        checks = not self.static and (
-            self._iteration == 1 or self._iteration % _AUDITED_EVERY == 0 or bool(self._of(form))
-        )
+        checks = not self.static and (self._is_audited or bool(self._of(form)))
         return ProgramWriter(self._module, self._context, checks)
 
     @functools.cached_property
