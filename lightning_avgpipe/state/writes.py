@@ -110,11 +110,12 @@ class Changes(Writes):
         """Enter ``visit``, which moves these tensors to another device, and record writes into them there."""
         with replaced(self, "_paused", True):
             visit.__enter__()
-        places = self._locate(named)
+        places: list[int] = []
         try:
+            places = self._locate(named)
             yield
         finally:
-            for (name, _), place in zip(named, places, strict=True):
+            for (name, _), place in zip(named, places, strict=False):  # none if they could not be located
                 self._names[place].remove(name)
                 if not self._names[place]:
                     del self._names[place]
