@@ -123,7 +123,7 @@ class ByHand(Plain):
 
 
 class Balances(nn.Module):
-    """A loss with a part that a discriminator gives, which weighs as much in the gradient of a layer of another module."""
+    """A loss with a part of a discriminator, weighed by the gradients of both parts for a weight of another module."""
 
     def __init__(self) -> None:
         super().__init__()
