@@ -491,7 +491,7 @@ class ProgramWriter:
             return  # its result is absent too
         if not isinstance(result, Tensor) and not tree.tensors(result):
             if tensors and result is not None and not _is_plain(result):
-                raise Unwritable(f"{name}() returns something else than tensors")
+                raise Unwritable(f"{name}() returns something other than tensors")
             if tensors:
                 is_glue = result is None
                 answer = _free_form("glue", None, None, ()) if is_glue else result
@@ -515,9 +515,9 @@ class ProgramWriter:
         if node.lasting or node.exports or node.generators or node.kind == "region":
             raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
         if node.reads_numbers or (node.kind == "glue" and not outcome.tensors):
-            raise Unwritable(f"{node} returns numbers of tensors")
+            raise Unwritable(f"{node} returns numbers from tensors")
         if node.kind == "glue" and _is_sized_by_numbers(operation):
-            raise Unwritable(f"{node} returns a shape that depends on numbers of tensors")
+            raise Unwritable(f"{node} returns a shape that depends on numbers in tensors")
         if operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             raise Unwritable(f"{node} has hooks")
         run = operation.run if operation.module is None else partial(call_module, operation.module)
@@ -541,7 +541,7 @@ class ProgramWriter:
     def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that only looked at values."""
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result)):
-            raise Unwritable(f"{function_name(run)}() returns numbers of tensors")
+            raise Unwritable(f"{function_name(run)}() returns numbers from tensors")
         self._write("observe", run, args, kwargs, result, answer=_free_form("observe", None, result, ()))
 
     @_writing

@@ -70,7 +70,7 @@ def why_follow(program: StageProgram) -> str | None:
         "it draws from Python's or NumPy's generators": graph.host_drawing,
         "it has generators of its own": graph.generators,
         "it holds iterators": graph.iterators,
-        "it branches on numbers of tensors": any(node.reads_numbers for node in graph.nodes[: program.end]),
+        "it branches on numbers in tensors": any(node.reads_numbers for node in graph.nodes[: program.end]),
     }
     return next((reason for reason, found in reasons.items() if found), None)
 

@@ -67,7 +67,7 @@ def why_no_fork(device: torch.device) -> str | None:
         device: device on which the child would compute.
     """
     if sys.platform != "linux":
-        return f"on {sys.platform} it could not be noticed that a forked child hangs, nor would it end with its parent"
+        return f"on {sys.platform} a forked child that hangs could not be noticed, nor would it end with its parent"
     if not port_of(device).is_host:
         return f"a forked process cannot use {device.type}"
     if (used := accelerator_in_use()) is not None:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Survival"]
 
-_MEETS = "groups exchange all that they have learned after each step, since any of them may be gone at the next one"
+_MEETS = (
+    "groups exchange all that they have learned, without rounding, after each step, since any of them may be gone at "
+    "the next one"
+)
 
 
 def _with_groups(given: Options) -> None:
