@@ -130,7 +130,7 @@ class Averager:
                 self._begin(number, self._options.delay)
 
     def _begin(self, number: int, delay: int = 0) -> None:
-        """Start to average a fragment. With one group there is nothing to wait for, so the averaging ends here."""
+        """Start to average a fragment. Without other groups and without a delay, the averaging also ends here."""
         fragment, models = self.fragments[number], self._models
         names = [name for name in models.mine if self.fragment_of[name] == number]
         rounding = None if self._options.wire is None else (self._options.wire, RandomKey(0, self.count))

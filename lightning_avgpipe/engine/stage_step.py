@@ -7,7 +7,7 @@
     every 64th           like iteration 1, and so is every one until two programs of one form were equal
 
 If two programs of one form differ, or a step cannot be written down, every micro-batch is followed from then on. If the
-user declares the step static, iterations 2, 3, ... follow no micro-batch.
+user declares the step static, only iteration 1 and every 64th follow micro-batches.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Programs:
             self.end(why)
 
     def begin(self) -> None:
-        """Begin an iteration: drop the programs of earlier iterations, unless the step is static."""
+        """Begin an iteration: drop earlier programs, unless the step is static and this iteration runs programs."""
         self._iteration += 1
         self._is_audited = self._iteration == 1 or self._iteration % _AUDITED_EVERY == 0
         self._audits = self._is_audited or not (self._agreed or self.static)

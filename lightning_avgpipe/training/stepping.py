@@ -34,7 +34,7 @@ class NormsOverStages:
         """Return a context within which ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
 
         Within it, every process must call that function equally often. It works for every caller: the precision
-        plugin, and a user's own code, whatever the name by which that has imported the function.
+        plugin, and a user's own code, under whatever name that has imported the function.
 
         Args:
             parameters: parameters of all processes, in the same order on each; only owners have gradients.

@@ -203,7 +203,7 @@ class Constant:
     """An object other than a tensor that a node returned, to be sent to later stages.
 
     Tensors inside an object would lose their autograd history between processes. So they are sent as absent tensors:
-    computing with them is an error, while a gradient would silently be missing.
+    computing with them is an error, where otherwise a gradient would silently be missing.
     """
 
     def __init__(self, value: Any) -> None:
