@@ -65,7 +65,7 @@ class Averager:
     Args:
         models: models to average.
         averaging: options of the averaging.
-        averaging_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes of all groups that hold the same stages; None if there is one group.
 
     Attributes:
         fragments: the fragments of the parameters.

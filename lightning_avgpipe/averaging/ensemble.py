@@ -30,7 +30,7 @@ class Ensemble:
         optimizers: returns the current optimizers of pipeline 0.
         averaging: options of the averaging.
         observers: modules that only read values (metrics).
-        averaging_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes of all groups that hold the same stages; None if there is one group.
         changing: names of parameters and buffers that a step itself changes.
         written: other tensors into which a step writes.
 

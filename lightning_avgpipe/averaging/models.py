@@ -62,7 +62,7 @@ class Models:
         observers: modules that only read values (metrics), whose buffers belong to no model.
         changing: names of tensors that a step changes; used for frozen parameters.
         written: other tensors into which a step writes.
-        averaging_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes of all groups that hold the same stages; None if there is one group.
 
     Attributes:
         each: the models of this group.
@@ -332,7 +332,7 @@ class SharedBuffers:
 
     Args:
         buffers: buffers of the module, equal in all groups at the beginning.
-        averaging_group: processes in other groups.
+        averaging_group: processes of all groups that hold the same stages.
 
     Attributes:
         buffers: buffers by name: the mean of floating-point and complex buffers, and of others those of group 0's

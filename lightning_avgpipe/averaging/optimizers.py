@@ -34,7 +34,7 @@ class ModelOptimizers:
     Args:
         own: returns the current optimizers of pipeline 0.
         models: models that the optimizers train.
-        averaging_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes of all groups that hold the same stages; None if there is one group.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCo
 
     Args:
         optimizers: optimizers of the same parameters in all groups; their states may differ.
-        averaging_group: processes in other groups.
+        averaging_group: processes of all groups that hold the same stages.
     """
     own = list(map(states_of, optimizers))
     told = averaging_group.members.broadcast(

@@ -36,7 +36,7 @@ class ParallelPipelines:
         execution: options of the execution of units.
 
     Attributes:
-        averaging_group: processes that host the same stages of other models; None if there are none.
+        averaging_group: processes of all groups that hold the same stages; None if there is one group.
         ensemble: the parallel models, from the first training step on; None if there is one model.
         pipelines: pipelines by the number of their model.
         has_trained: whether a training step has begun.
