@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_avgpipe.engine.sample_layout import Expected, Seen, is_plain_list, is_square, layout
+from lightning_avgpipe.engine.sample_layout import Expected, Seen, is_square, layout
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
 
@@ -130,14 +131,15 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
 
     ================================================================  =========================================
     only one part; None in all parts                                  that part; None
-    lists or tuples without tensors, one element per sample           joined
+    lists or tuples with one element per sample                       joined
     tensors whose dimension 0 is the micro-batch                      ``torch.cat``
     0-dim floating tensors; Python floats                             mean by ``weights``, same dtype
     equal in all parts (integers, strings, tensors of other shapes)   that value
     anything else, and containers of different structures             list of the parts
     ================================================================  =========================================
 
-    A tuple of lists counts as a record (``return texts, labels``), even if its length is the micro-batch's size.
+    A list is taken to have one element per sample if its length is the size of each micro-batch, unless it may as well
+    be a record (``return texts, labels``): see :func:`_are_samples`.
 
     Args:
         outputs: one per micro-batch, in order.
@@ -221,7 +223,7 @@ def divided(parts: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
 
 
 def _merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    if _are_columns(parts, sizes):
+    if _are_samples(parts, sizes):
         return type(parts[0])(chain.from_iterable(parts))
     below, specs = zip(*(tree.children(part) for part in parts), strict=True)
     if any(spec != specs[0] for spec in specs):
@@ -231,12 +233,49 @@ def _merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float])
     return tree.unflatten([_merge(values, sizes, weights) for values in zip(*below, strict=True)], specs[0])
 
 
-def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
-    if len({type(part) for part in parts}) > 1:
+def _are_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return whether lists or tuples hold one element per sample, and are no records of what holds for all samples.
+
+    If all micro-batches have the same size, a list that is by chance as long may be a record. With tensors it counts as
+    one if its elements differ in kind, or if each may hold a micro-batch (``[predictions, targets]``) or is the same in
+    all parts. So does a tuple of lists of this length, or of tensors without dimensions (``return loss, accuracy``).
+    """
+    cls = type(parts[0])
+    if cls not in (list, tuple) or any(type(part) is not cls for part in parts):
         return False
-    if not all(is_plain_list(part, size) for part, size in zip(parts, sizes, strict=True)):
+    if not all(len(part) == size > 0 for part, size in zip(parts, sizes, strict=True)):
         return False
-    return not (type(parts[0]) is tuple and all(map(is_square, parts)))
+    if not tree.tensors(parts):
+        return not (cls is tuple and all(map(is_square, parts)))
+    if len(set(sizes)) > 1:  # a record would have the same length in each
+        return True
+    if not all(map(_are_of_one_kind, parts)):
+        return False
+    columns, size = list(zip(*parts, strict=True)), sizes[0]
+    if cls is tuple and all(_may_be_result(element, size) for column in columns for element in column):
+        return False
+    batches = [all(_may_be_batch(element, size) for element in column) for column in columns]
+    shared = (all(_equal(column[0], element) for element in column) for column in columns)
+    return not any(batches) or not all(map(operator.or_, batches, shared))
+
+
+def _are_of_one_kind(elements: Sequence[Any]) -> bool:
+    return len({(e.dtype, e.ndim) if isinstance(e, Tensor) else type(e) for e in elements}) == 1
+
+
+def _may_be_batch(element: Any, size: int) -> bool:
+    """Return whether an element may hold all samples of a micro-batch: in dimension 0 of each of its tensors."""
+    leaves = tree.leaves(element)
+    if any(isinstance(leaf, (int, float, str)) for leaf in leaves):
+        return False
+    return all(leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _may_be_result(element: Any, size: int) -> bool:
+    """Return whether an element of a tuple is a tensor without dimensions, or a list as long as a micro-batch."""
+    if isinstance(element, Tensor):
+        return element.ndim == 0
+    return type(element) in (list, tuple) and len(element) == size
 
 
 def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

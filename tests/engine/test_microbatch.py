@@ -94,6 +94,54 @@ def test_what_fits_no_rule_is_a_list_of_the_parts(parts):
     assert merge(parts, [2] * len(parts)) == parts
 
 
+def scores(n: int) -> list[dict[str, Any]]:
+    """Results per sample, with tensors that are as long as a micro-batch of two."""
+    return [{"scores": samples(2) + k, "label": k % 2, "name": f"s{k}"} for k in range(n)]
+
+
+PER_SAMPLE: dict[str, list[Any]] = {
+    "dicts with numbers": scores(6),
+    "dicts of tensors": [{"scores": samples(2), "label": torch.tensor(k)} for k in range(6)],
+    "tensors": list(samples(6, 4)),
+    "tensors without dimensions": list(samples(6)),
+    "pairs": [(k, samples(2) + k) for k in range(6)],
+    "boxes": [samples(k % 3, 4) for k in range(6)],
+    "images": [samples(5, k + 4, 4) for k in range(6)],
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_lists_with_one_element_per_sample_are_joined(name: str, size: int) -> None:
+    expected = PER_SAMPLE[name]
+    parts = [expected[i : i + size] for i in range(0, 6, size)]
+    merged = merge(parts, [size] * len(parts))
+    assert len(merged) == 6 and all(one is other for one, other in zip(merged, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [list, tuple])
+def test_micro_batches_of_several_sizes_tell_samples_from_columns(rows: type) -> None:
+    predictions = samples(5, 2)
+    merged = merge([rows(predictions[:2]), rows(predictions[2:4]), rows(predictions[4:])], [2, 2, 1])
+    assert type(merged) is rows and torch.equal(torch.stack(tuple(merged)), predictions)
+
+
+def test_a_record_that_is_as_long_as_a_micro_batch_keeps_its_columns() -> None:
+    first, second, shared = samples(2, 3), samples(2, 3) + 6, samples(7, 3)
+    both = torch.cat((first, second))
+    predictions, targets = merge([[first, first], [second, second]], [2, 2])
+    assert torch.equal(predictions, both) and torch.equal(targets, both)
+    predictions, same = merge([[first, shared], [second, shared]], [2, 2])
+    assert torch.equal(predictions, both) and same is shared
+    predictions, loss = merge([[first, torch.tensor(1.0)], [second, torch.tensor(3.0)]], [2, 2])
+    assert torch.equal(predictions, both) and loss == 2.0
+    loss, accuracy = merge([tuple(torch.tensor([1.0, 0.0])), tuple(torch.tensor([3.0, 1.0]))], [2, 2])
+    assert (loss, accuracy) == (2.0, 0.5)
+    names, boxes = merge([(["a", "b"], list(samples(2, 4))), (["c", "d"], list(samples(2, 4)))], [2, 2])
+    assert names == ["a", "b", "c", "d"] and len(boxes) == 4
+    assert torch.equal(merge([[samples(1, 3)], [samples(1, 3)]], [1, 1])[0], torch.cat((samples(1, 3), samples(1, 3))))
+
+
 # -- where samples are: found, or the batch is refused ---------------------------------------------------------------
 
 
