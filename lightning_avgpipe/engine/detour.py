@@ -106,15 +106,25 @@ class Detour:
             StepChangedError: the step cannot go on from there.
         """
         names = {node.name} if node.kind == "call" else set(node.parameters)
-        found, graph = len(outcome.tensors), self._program.graph
-        if found != len(node.outputs) or not here or node.writes or not self.may_run(node.kind, names):
-            raise StepChangedError(
-                f"{node} returned {len(node.outputs)} tensors when {graph.step} was captured, and returned {found} "
-                f"now{', or what it was given only then' if found == len(node.outputs) else ''} (stage "
-                f"{self._program.stage}); return the same structure for every batch, with empty tensors where there "
-                "is nothing to return"
+        then, now = len(node.outputs), len(outcome.tensors)
+        # a loop over a tensor is as long as the tensor; what units of the last stage return concerns no other stage
+        may_vary = node.kind == "glue" or self._program.is_last
+        if here and not node.writes and self.may_run(node.kind, names) and (now == then or may_vary):
+            self._note(node, outcome, tensors, ())
+            return
+        remedy = "return the same structure for every batch, with empty tensors where there is nothing to return"
+        if node.kind == "glue" and now != then:
+            remedy = (
+                "in a step that changes weights or buffers between submodules, a loop over a tensor must have the same "
+                "length for every micro-batch, except on the last stage. Put the loop into the forward of a submodule "
+                "that returns one tensor, keep it on the last stage with split_points, loop over x.tolist() if it "
+                "needs only numbers, or let all micro-batches have one size (drop_last=True in the dataloader, and a "
+                "num_microbatches that divides its batch_size)"
             )
-        self._note(node, outcome, tensors, ())
+        raise StepChangedError(
+            f"{node} returned {then} tensors when {self._program.graph.step} was captured, and returned {now} now"
+            f"{', or what it was given only then' if now == then else ''} (stage {self._program.stage}); {remedy}"
+        )
 
     def run(self, operation: Operation, position: int, runner: Runner) -> Any:
         """Execute an operation that was not captured; return its result."""

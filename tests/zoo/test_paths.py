@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Links
 from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, PartitionError, StepChangedError
-from tests.zoo.comparison import check, check_in_two_processes, in_stages
+from tests.zoo.comparison import assert_same, check, check_in_two_processes, in_stages
 from tests.zoo.own_models import WIDTH, Own
 
 SIZES = (4, 9, 8, 3)  # of batches: the first is captured
@@ -177,8 +177,67 @@ class Centres(Paths):
         return y - self.centres[classes]
 
 
+class LossOfEachSample(Paths):
+    """A loop over the samples, of which the last micro-batches have fewer, and others more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return torch.stack(
+            [F.mse_loss(found, wanted) for found, wanted in zip(self(batch[0]), batch[1], strict=True)]
+        ).mean()
+
+
+class RowsOfHead(LossOfEachSample):
+    """A head that gives a dict for each sample, as of a detector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Rows()
+
+    def forward(self, x: Tensor) -> Any:
+        return [row["row"] for row in self.head(self.through(x))]
+
+
+class Rows(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return [{"row": row} for row in super().forward(x)]
+
+
+class Decodes(Paths):
+    """Validation reads numbers one by one, as many as there are different ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found, lengths = self(batch[0]), (batch[1][:, 0].abs() * 4).long() + 1
+        words = [
+            [int(number) for number in torch.unique_consecutive(row[:length] > 0) if number]
+            for row, length in zip(found, lengths, strict=True)
+        ]
+        self.log("val_words", float(sum(map(len, words))))
+
+
+class LoopsOverSamples(LossOfEachSample):
+    """Loops on all stages; the rows of one cross a cut, one by one, and are used once more in the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [F.gelu(row) for row in self.layers[0](x)]
+        x = self.through(torch.stack(rows), 1, 3)
+        rows = [row + F.gelu(other) for row, other in zip(rows, x, strict=True)]
+        for layer in self.layers[3:]:
+            rows = [layer(row) for row in rows]
+        return torch.stack([row + other for row, other in zip(rows, x, strict=True)])
+
+
 MODELS = (
     Adds, Alternatives, MoreGlue, DropsLayers, Ends, InPlace, LongSkip, TakesValues, Prompts, Differentiates, Centres,
+    LossOfEachSample, RowsOfHead, Decodes, LoopsOverSamples,
 )  # fmt: skip
 
 
@@ -208,6 +267,21 @@ def test_another_path_gives_the_numbers_of_one_process_in_two(tmp_path: Path) ->
 def test_a_step_may_end_before_the_last_stage_if_every_process_has_the_batch(tmp_path: Path) -> None:
     """The stage where it ends computes the loss."""
     check_in_two_processes({"Ends": partial(made, Ends)}, 2, tmp_path, links=Links(send_batch="all"))
+
+
+class DropsInLoops(LoopsOverSamples):
+    """Draws for each sample, before a cut and in the loss, and once more after that."""
+
+    def loss(self, batch: Any) -> Tensor:
+        found = torch.stack([F.dropout(row, 0.5) for row in self(F.dropout(batch[0], 0.5))])
+        return F.mse_loss(F.dropout(found, 0.5), batch[1])
+
+
+def test_loops_over_samples_draw_the_same_with_any_number_of_stages() -> None:
+    make = partial(made, DropsInLoops)
+    expected = in_stages(make, 1)
+    assert_same(expected, in_stages(make, 3))
+    assert_same(expected, in_stages(make, 2, recompute=True, schedule="zb_h1"))
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -247,6 +321,21 @@ class ChangingStructure(Paths):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.through(self.first(x)[0])
+
+
+class LoopsBesideState(LossOfEachSample):
+    """A loop over the samples in front of a cut, in a step that changes a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.through(torch.stack([F.gelu(row) for row in self.layers[0](x)]), 1)
+        self.seen.add_(x.detach().mean(0))
+        return x * self.seen
 
 
 class WritesThroughView(Paths):
@@ -340,6 +429,15 @@ REFUSED: dict[Callable[[], Paths], list[str]] = {
         rf"unit 'first' {LINE} forward returned 2 tensors",
         r"returned 1 now \(stage 0\)",
         "return the same structure for every batch, with empty tensors where there is nothing to return",
+    ],
+    LoopsBesideState: [
+        rf"unbind\(\) {LINE} forward returned 2 tensors",
+        r"returned 5 now \(stage 0\)",
+        "in a step that changes weights or buffers between submodules, a loop over a tensor must have the same length",
+        "Put the loop into the forward of a submodule that returns one tensor",
+        "keep it on the last stage with split_points",
+        r"loop over x\.tolist\(\) if it needs only numbers",
+        "drop_last=True in the dataloader, and a num_microbatches that divides its batch_size",
     ],
     WritesThroughView: [
         r"no cut may lie before split point 'layers\.3'",
