@@ -2,7 +2,7 @@
 
 The schema of an operation says which arguments it writes into. So a write is seen before it happens, also through
 views, ``.data`` and lists of tensors. Writes that the schema does not mention (the statistics of a batch normalisation)
-are found by comparing contents. A parameter that gets other memory (``p.data = ...``) is found by its address.
+are found by comparing contents. A tensor that gets other memory (``p.data = ...``) is found by its address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Writes(TorchDispatchMode):
     """A context that records writes into a module's parameters and buffers, also those on the meta device.
 
     Attributes:
-        written: full names of the tensors that were written into.
+        written: full names of the tensors that were written into; in the end also of those that have other memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,11 +35,20 @@ class Writes(TorchDispatchMode):
         self.written: set[str] = set()
         self._module = module
         self._names: dict[int, list[str]] = {}  # by address
+        self._places: list[tuple[str, Tensor, int]] = []  # name, tensor and address at the beginning
+        self._memory: dict[str, Tensor] = {}  # held, so that no other tensor gets the same address
 
     def __enter__(self) -> Self:
-        self._locate([*self._module.named_parameters(), *self._module.named_buffers()])
+        named = dict((*self._module.named_parameters(), *self._module.named_buffers()))
+        with untraced():  # reading the data must not fetch absent weights
+            self._memory = {name: tensor.detach() for name, tensor in named.items()}
+        self._places = list(zip(named, named.values(), self._locate(named.items()), strict=True))
         super().__enter__()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.written.update(name for name, tensor, place in self._places if address(tensor) != place)
 
     def _locate(self, named: Iterable[tuple[str, Tensor]]) -> list[int]:
         places = []
@@ -81,14 +90,11 @@ class Changes(Writes):
         self._made = {address(tensor) for tensor in others}
         self._found: set[int] = set()  # addresses of what operations have used and none has made
         self._parameters: dict[str, nn.Parameter] = {}
-        self._memory: dict[str, Tensor] = {}  # of parameters; held, so that no other tensor gets the same address
         self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
         self._paused = False
 
     def __enter__(self) -> Self:
         self._parameters = dict(self._module.named_parameters())
-        with untraced():  # reading the data must not fetch absent weights
-            self._memory = {name: p.detach() for name, p in self._parameters.items()}
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:

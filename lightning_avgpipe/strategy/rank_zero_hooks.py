@@ -94,12 +94,10 @@ class _Hooks:
         before = _Attributes(self._modules, self._packer)
         optimization, settings = _optimization(self._trainer), self._settings()
         structure = _structure(self._modules, self._trainer.optimizers)
-        absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
         one = alone() if self._cluster.leaders.world_size == 1 else contextlib.nullcontext()
         with Writes(self._module) as writes, self._leading(), one, in_hook():
             result = hook()
-        written = writes.written.union(full for full, p in absent if not p.is_meta)
-        _check_writes(name, written & self._kept_elsewhere())
+        _check_writes(name, writes.written & self._kept_elsewhere())
         now = _structure(self._modules, self._trainer.optimizers)
         changed = (part for part, objects in structure.items() if not _is_same(objects, now.get(part, [])))
         _check_structure(name, [part for part in changed if self._is_elsewhere(part)])

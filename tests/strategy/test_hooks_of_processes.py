@@ -993,6 +993,14 @@ class Clipped(ClippedEverywhere):
         self.clip()
 
 
+class ClippedByAssigning(Clipped):
+    """The hook gives weights other memory."""
+
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
 class Replaces(Layers):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
@@ -1033,6 +1041,7 @@ REFUSED: dict[Make, str] = {
     CountsInside: rf"a metric is called at {HERE} in forward inside a submodule that runs on another stage than",
     TooLarge: f"{RANK_0} 'table'",
     Clipped: r"on_train_batch_end\(\) runs on rank 0 only and changes 'a\.bias', 'a\.weight'",
+    ClippedByAssigning: r"on_train_batch_end\(\) runs on rank 0 only and changes 'a\.bias', 'a\.weight'",
     Shakes: rf"uniform_\(\) at {HERE}",
     Replaces: r"the module's parameters 'a\.weight', 'a\.parametrizations\.weight\.original0'",
 }
@@ -1044,7 +1053,17 @@ CHANGES: dict[Callable[[Any], Any], str] = {
     lambda module: module.optimizers().optimizer.state.clear(): "'optimizer 0'",  # of which each process has a part
 }
 REFUSED |= {partial(Changes, change): rf"{USED}.*{name} \(replaced, or by" for change, name in CHANGES.items()}
-FAST = (ClipsWeights, Follows, Calls, Sharpness, WATCHED_AT_ENDS, CountsInside, Replaces, ReadsMomentum)
+FAST = (
+    ClipsWeights,
+    ClippedByAssigning,
+    Follows,
+    Calls,
+    Sharpness,
+    WATCHED_AT_ENDS,
+    CountsInside,
+    Replaces,
+    ReadsMomentum,
+)
 OTHERS = [make for make in REFUSED if make not in FAST]
 
 
