@@ -66,6 +66,7 @@ class Comparison:
         self._compiled = False  # whether a plain run has compiled anything
         self._rounds = False  # whether results have differed where stages may round differently, see Subject.rounds
         self.steps = 0
+        self.whole: OnePiece | None = None
 
     @property
     def is_of_all_results(self) -> bool:
@@ -102,7 +103,8 @@ class Comparison:
             one, other = self._comparable(expected, found)
             self._tell(n, next(self._differences(n, one, other), None), hooks_have_run)
         if expected.whole is not None and one.losses == expected.losses:
-            _compare_whole(expected.whole)
+            self.whole = expected.whole
+            compare_whole(self.whole)
         self._count(one, other)
         self.steps += n == 0 and found.steps
 
@@ -261,8 +263,13 @@ class Comparison:
         return f"verified {wanted} optimizer steps: {self._tally}"
 
 
-def _compare_whole(whole: OnePiece) -> None:
-    """Warn if the loss of a batch in one piece, or its gradient, is not the mean over its micro-batches."""
+def compare_whole(whole: OnePiece, when: str = "") -> None:
+    """Warn if the loss of a batch in one piece, or its gradient, is not the mean over its micro-batches.
+
+    Args:
+        whole: the losses, and the distance of the gradients.
+        when: words about when they were found, with which the warning begins.
+    """
     if math.isclose(whole.loss, whole.mean, rel_tol=_SAME_LOSS, abs_tol=_NO_LOSS):
         if whole.distance <= _SAME_GRADIENT:
             return
@@ -276,8 +283,8 @@ def _compare_whole(whole: OnePiece) -> None:
             f"{whole.number} micro-batches"
         )
     rank_zero_warn(
-        f"{found}: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a mean "
-        "over something other than samples (a mask), for which there is loss_weight=.... Training goes on with "
+        f"{when}{found}: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a "
+        "mean over something other than samples (a mask), for which there is loss_weight=.... Training goes on with "
         "micro-batches, as with accumulate_grad_batches"
     )
 

@@ -47,7 +47,7 @@ class Subject:
         acting: whether user code runs within a training step after a forward, such as hooks of optimizers.
         undo_changes: undoes, in a child, the changes to Lightning that a pipeline needs.
         options: options of the strategy.
-        verdicts: folder with an empty file for each training that was found equal; None: there is none.
+        verdicts: folder with a file for each training that was found equal; None: there is none.
     """
 
     trainer: pl.Trainer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,9 +25,9 @@ from lightning_avgpipe.utils import forked, tree
 from lightning_avgpipe.utils.forked import ForkError
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.between_steps import BetweenSteps
-from lightning_avgpipe.verify.comparison import Comparison, Doubt, PipelineResults
+from lightning_avgpipe.verify.comparison import Comparison, Doubt, PipelineResults, compare_whole
 from lightning_avgpipe.verify.fingerprint import fingerprint
-from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, counted_in, place
+from lightning_avgpipe.verify.plain import Batch, OnePiece, PlainTraining, Traces, after_step, counted_in, place
 from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.report import key_of
 from lightning_avgpipe.verify.runs import PlainRuns
@@ -81,7 +82,8 @@ class Verifier:
         # on the process that compares, by pipeline: iterations that are not compared yet
         self._waiting: list[list[PipelineResults]] = []
         self._has_asked_for_whole = False  # whether the loss of a batch in one piece was requested from a child
-        self._verdict: Path | None = None  # the file whose existence says that this training was found equal
+        # the file whose existence says that this training was found equal; it has the losses that a warning repeats
+        self._verdict: Path | None = None
         self._patience_s = _PATIENCE_S
         self.succeeded = False
 
@@ -276,6 +278,8 @@ class Verifier:
             key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
             self._verdict = subject.verdicts / f"verified-{key}"
             found = self._verdict.exists()
+            if found and (kept := self._verdict.read_text()):
+                compare_whole(OnePiece(**json.loads(kept)), "as in an earlier run of the same code, ")
         return subject.cluster.group.broadcast(found)
 
     def _asks_for_whole(self) -> bool:
@@ -442,7 +446,8 @@ class Verifier:
         if all_equal and not self._asked and self._verdict is not None:  # so that the next run need not compare
             try:
                 self._verdict.parent.mkdir(parents=True, exist_ok=True)
-                self._verdict.touch()
+                whole = self._comparison.whole
+                self._verdict.write_text("" if whole is None else json.dumps(asdict(whole)))
             except OSError as error:  # a full or read-only disk: the next run compares again
                 _log.info("cannot note that the first steps were equal to plain ones: %s", error)
         if not self._asked:

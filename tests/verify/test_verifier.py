@@ -622,6 +622,17 @@ def test_a_loss_that_looks_across_the_batch_is_told_once_with_both_numbers(kind:
     assert sum("in one piece" in str(warning.message) for warning in told) == 1
 
 
+def test_it_is_told_again_where_the_first_steps_are_not_compared_again(logged: pytest.LogCaptureFixture) -> None:
+    texts = []
+    for _ in range(2):
+        logged.clear()
+        with pytest.warns(UserWarning, match=r"\d in one piece, and \d.* over its 3 micro") as told:
+            fit(Contrastive(), verify="auto")
+        texts += [text for warning in told if "in one piece" in (text := str(warning.message))]
+    assert "they were equal in an earlier run of the same code" in logged.text
+    assert texts == [texts[0], f"as in an earlier run of the same code, {texts[0]}"]
+
+
 class Masked(MLP):
     """Its loss is a mean over the samples that a mask leaves, and much the same for all of them."""
 
