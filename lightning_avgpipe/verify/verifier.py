@@ -277,10 +277,20 @@ class Verifier:
             cluster = subject.cluster
             key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
             self._verdict = subject.verdicts / f"verified-{key}"
-            found = self._verdict.exists()
-            if found and (kept := self._verdict.read_text()):
-                compare_whole(OnePiece(**json.loads(kept)), "as in an earlier run of the same code, ")
+            found = self._repeats_verdict()
         return subject.cluster.group.broadcast(found)
+
+    def _repeats_verdict(self) -> bool:
+        """Return whether there is a verdict of an earlier run, and repeat its warning."""
+        assert self._verdict is not None
+        try:
+            kept = self._verdict.read_text()
+            whole = OnePiece(**json.loads(kept)) if kept else None
+        except (OSError, ValueError, TypeError):  # there is none, or it was written in part: compare again
+            return False
+        if whole is not None:
+            compare_whole(whole, "as in an earlier run of the same code, ")
+        return True
 
     def _asks_for_whole(self) -> bool:
         """Return, once, whether to compare the loss of the first batch with the mean over its micro-batches.
