@@ -67,6 +67,7 @@ def measure(
     module: nn.Module,
     device: torch.device | None = None,
     samples: Samples | None = None,
+    shows: bool = True,
     budget_s: float = 30.0,
 ) -> Costs:
     """Measure the seconds of every node's forward and backward, and undo all changes of the step.
@@ -80,6 +81,7 @@ def measure(
         module: module whose step it is.
         device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
         samples: samples of other graphs of the same step and module; new ones are added.
+        shows: whether a progress bar appears if it takes long and the output is a terminal.
         budget_s: seconds, including those that the samples have taken, after which nothing is repeated; each node is
             measured at least once.
     Raises:
@@ -94,7 +96,8 @@ def measure(
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     before = Untouched(module, graph.changed)
     total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, file=heard(sys.stderr)) as bar:
+    bars: dict[str, Any] = {"disable": None if shows else True, "file": heard(sys.stderr)}  # None: unless a terminal
+    with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, **bars) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             timer = _Timer(trial, bar)

@@ -34,11 +34,13 @@ class Costing:
         kind: ``"measured"``: seconds on the device; ``"flops"``: counted operations.
         cache: cache of measured costs; None: costs are measured every time.
         samples: measurements on this device for earlier plans, which are reused.
+        shows: whether a progress bar may appear.
     """
 
     kind: Literal["measured", "flops"] = "flops"
     cache: CostCache | None = None
     samples: Samples = field(default_factory=Samples, compare=False)
+    shows: bool = field(default=True, compare=False)
 
     def measured(self, subject: Divisible, step: Step, graph: CallGraph) -> Costs:
         """Return the measured costs of a step's units, from the cache if it has them."""
@@ -47,7 +49,7 @@ class Costing:
         if costs is None:
             begin = time.perf_counter()
             try:
-                costs = measure(graph, step.run, step.args, subject.module, subject.place, self.samples)
+                costs = measure(graph, step.run, step.args, subject.module, subject.place, self.samples, self.shows)
             except UnmeasurableError as error:
                 _log.warning("%s: %s; its operations are counted instead, as with costs='flops'", step.name, error)
                 return Costs.from_flops(graph)

@@ -138,8 +138,9 @@ class Planner:
         """Return the measured seconds of a step on the device of this process; 0 if they are not measured."""
         if not self.measures:
             return 0.0
+        subject, shows = self.subject, self.costing.shows
         try:
-            costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
+            costs = measure(subject.capture(step), step.run, step.args, subject.module, subject.place, shows=shows)
         except UnmeasurableError:  # the plan will count operations instead, and log this
             return 0.0
         return sum(costs.forward) + sum(costs.backward)

@@ -45,12 +45,13 @@ def deploy(context: RunContext) -> Deployment:
     weights = policy.store(module, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
     recompute = replace(recompute, stages=recompute.stages or policy.repeats)
     metrics = metrics_of(module)
+    shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
     # a module on meta cannot be timed
     absent = on_meta(module) or commands.wants_plans_only()
     counts = absent or (options.system is not None and options.system.plans_alike)
     planner = Planner(
         Divisible(module, cluster.device, metrics),
-        costing=Costing("flops" if counts else options.costs, options.cache),
+        costing=Costing("flops" if counts else options.costs, options.cache, shows=shows),
         recompute=recompute,
         replicas=options.stage_replicas,
         updates=UpdateScheme(

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from tests import processes
-from tests.models import Regression, loader
+from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
 
@@ -101,3 +102,34 @@ def test_two_processes_say_together_what_one_would(tmp_path: Path) -> None:
     assert {line: count for line, count in lines.items() if line.startswith("by_")} == {
         f"{way.__name__} {text}": 8 for way in WAYS for text in TEXTS
     }
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """Notes in a file whether it appears: costs are measured in another process."""
+
+    notes: Path
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with self.notes.open("a") as file:
+            print("hidden" if self.disable else "shown", file=file)
+
+
+@pytest.mark.parametrize(
+    ("shows", "stream", "expected"),
+    [(True, Terminal, "shown"), (True, io.StringIO, "hidden"), (False, Terminal, "hidden")],
+)
+def test_measuring_has_a_progress_bar_where_the_trainer_has_one_and_the_output_is_a_terminal(
+    shows: bool, stream: type[io.StringIO], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lightning_avgpipe.capture.measure.tqdm", Bar)
+    monkeypatch.setattr(Bar, "notes", tmp_path / "bars", raising=False)
+    monkeypatch.setattr(sys, "stderr", stream())
+    measured = {"costs": "measured", "costs_cache": None}
+    pipeline(2, 1, measured, max_epochs=1, enable_progress_bar=shows).fit(MLP(), loader(MLP, 8, 8))
+    assert {*Bar.notes.read_text().splitlines()} == {expected}
