@@ -339,7 +339,8 @@ class AttributeEvents:
             last = found[-1]
             reason = (
                 f"the attribute '{joined(*key)}' is read at {first.source} and assigned at {last.source}, for the next "
-                "micro-batch; assign it before the first submodule is called, or in on_train_batch_start"
+                "micro-batch; assign it before the first submodule is called, or in on_train_batch_start. Keep hidden "
+                "states in one attribute for each layer, which is read and assigned beside its call"
             )
             for end in range(first.end, last.position):
                 held = next((one for one in reversed(found) if one.position <= end), None)
