@@ -15,7 +15,8 @@ from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.collectives import TensorCollectives
-from lightning_avgpipe.utils.torch_compat import share_gradient_hooks
+from lightning_avgpipe.state.writes import put_back
+from lightning_avgpipe.utils.torch_compat import address, share_gradient_hooks
 from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 
 
@@ -203,15 +204,24 @@ class Ensemble:
         changed: list[int] = []
         if number is not None:
             self.checksums.forget()
-            with self.placed(number):
+            with self.placed(number), self._keeping_memory(number):
                 yield
         else:
-            with self.showing_reference(True):
+            with self.showing_reference(True), self._keeping_memory(0):
                 shown = self.models.parameters(0) if self.averager.has_begun else {}
                 before = digests(shown)
                 yield
                 changed = (digests(shown) != before).nonzero().flatten().tolist()
         self.averager.take_over(changed)
+
+    @contextlib.contextmanager
+    def _keeping_memory(self, number: int) -> Iterator[None]:
+        """Copy what user code assigns (``p.data = ...``) into a model's own memory, which models may not share."""
+        shown = [(parameter, parameter.detach()) for parameter in self.models.parameters(number).values()]
+        yield
+        for parameter, memory in shown:
+            if address(parameter) != address(memory):
+                put_back(parameter, memory, parameter.detach())
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -86,9 +86,22 @@ def ensemble_of_two(**options: Any) -> tuple[nn.Linear, Ensemble]:
     return module, ensemble
 
 
-def fill(module: nn.Linear, ensemble: Ensemble, number: int | None) -> None:
+HALF = torch.tensor([[0.5]])
+
+
+def write(parameter: nn.Parameter) -> None:
+    parameter.data.copy_(HALF)
+
+
+def assign(parameter: nn.Parameter) -> None:
+    parameter.data = HALF  # the same memory for whoever does this
+
+
+def fill(
+    module: nn.Linear, ensemble: Ensemble, number: int | None, half: Callable[[nn.Parameter], None] = write
+) -> None:
     with ensemble.lent(number):
-        module.weight.data.fill_(0.5)
+        half(module.weight)
 
 
 def iterate(module: nn.Linear, ensemble: Ensemble, rolling: bool, updates: tuple[float, float]) -> None:
@@ -110,6 +123,11 @@ def filled(rolling: bool, *order: int | None) -> list[float]:
     for number in order:
         fill(module, ensemble, number)
     iterate(module, ensemble, rolling, (0.0, 0.0))
+    return weights(ensemble)
+
+
+def weights(ensemble: Ensemble) -> list[float]:
+    """Those of the models and of the reference."""
     ensemble.averager.finish()
     models, (reference,) = ensemble.models.tensors()
     return [weight.item() for (weight,) in models] + [reference.item()]
@@ -119,6 +137,24 @@ def filled(rolling: bool, *order: int | None) -> list[float]:
 @pytest.mark.parametrize("order", [(None, 0, 1), (0, 1, None)])
 def test_what_a_hook_sets_in_all_models_and_the_reference_stays(rolling: bool, order: tuple[int | None, ...]) -> None:
     assert filled(rolling, *order) == [0.5] * 3
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("order", [(None, 0, 1), (0, 1)])
+def test_models_train_on_alike_whether_a_hook_writes_into_them_or_assigns(
+    rolling: bool, order: tuple[int | None, ...]
+) -> None:
+    found = []
+    for half in (write, assign):
+        module, ensemble = ensemble_of_two(rolling=rolling, alpha=0.25)
+        iterate(module, ensemble, rolling, (0.5, -0.25))
+        for number in order:
+            fill(module, ensemble, number, half)
+        for _ in range(2):
+            iterate(module, ensemble, rolling, (0.125, -0.5))
+        found.append(weights(ensemble))
+    assert found[0] == found[1]
+    assert HALF == 0.5
 
 
 @pytest.mark.parametrize("rolling", [False, True])
