@@ -255,9 +255,11 @@ class Averager:
         All models must have stepped equally often, and the reference must not be shown.
         """
         if self._staggered is None and self._models.mine:  # a process may have only frozen stages
-            total, tensors = self._models.total, self._models.tensors()
-            alpha, rate = self._options.dilution(total), self._options.rate(total, self._models.size)
-            self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._averaging_group)
+            size, total, (_, reference) = self._models.size, self._models.total, self._models.tensors()
+            # the parameters themselves, since user code may give them other memory
+            models = [list(self._models.parameters(n).values()) for n in range(size)]
+            alpha, rate = self._options.dilution(total), self._options.rate(total, size)
+            self._staggered = StaggeredAveraging(models, reference, alpha, rate, self._averaging_group)
 
     def average_one(self, number: int) -> None:
         """Average model n with the reference, after its optimizers have stepped and before its next iteration."""
@@ -298,7 +300,7 @@ class Averager:
         return self._staggered is not None or bool(self.late)
 
     def take_over(self, changed: Collection[int]) -> None:
-        """Take over what user code may have written into a model or the reference.
+        """Take over what user code may have written into a model or the reference, which must not be shown.
 
         Args:
             changed: positions of the tensors of the reference that it has just changed, among those of this process.

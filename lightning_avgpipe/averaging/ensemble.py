@@ -57,6 +57,9 @@ class Ensemble:
         self.averager = Averager(self.models, averaging, averaging_group)
         self.optimizers = ModelOptimizers(optimizers, self.models, averaging_group)
         self.checksums = Checksums(self.models.own.parameters)
+        self._memory: list[tuple[nn.Parameter, Tensor]] = []  # of the reference, while it is shown
+        self._watched: Mapping[str, Tensor] = {}  # weights of the reference, if an averaging counts from them
+        self._before = digests(self._watched)  # their checksums when the reference was shown
         self._follow()
 
     # -- which models there are --------------------------------------------------------------------------------------
@@ -171,13 +174,25 @@ class Ensemble:
 
         Args:
             reference: whether to show the reference.
+
+        Raises:
+            ConfigurationError: user code has changed the reference while a late averaging is in flight.
         """
         self.averager.finish()
         if reference == (self.models.shown is not None):
             return
         if reference:
             self.averager.catch_up()
-        self.models.show(reference)
+            self.models.show(True)
+            self._memory = _memory(self.models.parameters(0))
+            self._watched = self.models.parameters(0) if self.averager.has_begun else {}
+            self._before = digests(self._watched)
+        else:
+            memory, self._memory = self._memory, []
+            _return_to(memory)
+            changed = (digests(self._watched) != self._before).nonzero().flatten().tolist()
+            self.models.show(False)
+            self.averager.take_over(changed)
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool) -> Iterator[None]:
@@ -201,27 +216,16 @@ class Ensemble:
         Raises:
             ConfigurationError: it has changed the reference while a late averaging is in flight.
         """
-        changed: list[int] = []
-        if number is not None:
-            self.checksums.forget()
-            with self.placed(number), self._keeping_memory(number):
+        if number is None:
+            with self.showing_reference(True):
                 yield
-        else:
-            with self.showing_reference(True), self._keeping_memory(0):
-                shown = self.models.parameters(0) if self.averager.has_begun else {}
-                before = digests(shown)
-                yield
-                changed = (digests(shown) != before).nonzero().flatten().tolist()
-        self.averager.take_over(changed)
-
-    @contextlib.contextmanager
-    def _keeping_memory(self, number: int) -> Iterator[None]:
-        """Copy what user code assigns (``p.data = ...``) into a model's own memory, which models may not share."""
-        shown = [(parameter, parameter.detach()) for parameter in self.models.parameters(number).values()]
-        yield
-        for parameter, memory in shown:
-            if address(parameter) != address(memory):
-                put_back(parameter, memory, parameter.detach())
+            return
+        self.checksums.forget()
+        with self.placed(number):
+            memory = _memory(self.models.parameters(number))
+            yield
+            _return_to(memory)
+            self.averager.take_over(())
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -279,3 +283,15 @@ class Ensemble:
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])
+
+
+def _memory(parameters: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return parameters with the memory that they have now."""
+    return [(parameter, parameter.detach()) for parameter in parameters.values()]
+
+
+def _return_to(memory: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Copy what user code has assigned (``p.data = ...``) into the model's own memory, which models may not share."""
+    for parameter, own in memory:
+        if address(parameter) != address(own):
+            put_back(parameter, own, parameter.detach())

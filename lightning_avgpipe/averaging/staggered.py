@@ -63,7 +63,7 @@ class StaggeredAveraging:
     ) -> None:
         # each model with a copy of itself at the beginning of its iteration
         self._models = [(list(model), [tensor.detach().clone() for tensor in model]) for model in models]
-        self._reference = [tensor.detach() for tensor in reference]  # this memory, also while the module shows it
+        self._reference = list(reference)
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
         self._known = [tensor.detach().clone() for tensor in self._reference]

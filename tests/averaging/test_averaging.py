@@ -93,8 +93,8 @@ def write(parameter: nn.Parameter) -> None:
     parameter.data.copy_(HALF)
 
 
-def assign(parameter: nn.Parameter) -> None:
-    parameter.data = HALF  # the same memory for whoever does this
+def assign(parameter: nn.Parameter, half: Tensor = HALF) -> None:
+    parameter.data = half  # by default the same memory for whoever does this
 
 
 def fill(
@@ -155,6 +155,52 @@ def test_models_train_on_alike_whether_a_hook_writes_into_them_or_assigns(
         found.append(weights(ensemble))
     assert found[0] == found[1]
     assert HALF == 0.5
+
+
+def test_a_model_whose_hook_before_its_step_assigns_a_weight_stays_in_the_averaging() -> None:
+    found = []
+    for half in (write, lambda parameter: assign(parameter, HALF.clone())):
+        module, ensemble = ensemble_of_two(rolling=True, alpha=0.25)
+        for updates in ((0.5, -0.25), (0.0, 0.0)):
+            ensemble.averager.begin_staggered()
+            for n, change in enumerate(updates):
+                with ensemble.placed(n), torch.no_grad():
+                    half(module.weight)
+                    module.weight.add_(change)
+                ensemble.averager.average_one(n)
+        found.append(weights(ensemble))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("half", [write, assign])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_hook_of_a_validation_sets_in_the_reference_stays(
+    half: Callable[[nn.Parameter], None], first: bool
+) -> None:
+    module, ensemble = ensemble_of_two(rolling=True, alpha=0.25, outer_lr=1.5)
+    iterate(module, ensemble, True, (0.5, -0.25))
+    with torch.inference_mode():
+        ensemble.show_reference(True)
+        if first:
+            half(module.weight)
+        for n in range(2):
+            fill(module, ensemble, n, half)
+        if not first:
+            half(module.weight)
+        ensemble.show_reference(False)
+    assert weights(ensemble) == [0.5] * 3
+    iterate(module, ensemble, True, (0.0, 0.0))
+    assert weights(ensemble) == [0.5] * 3
+
+
+def test_a_validation_that_sets_the_reference_before_a_late_averaging_has_ended_is_refused() -> None:
+    module, ensemble = ensemble_of_two(every=2, delay=1)
+    for _ in range(2):
+        iterate(module, ensemble, False, (0.5, -0.25))
+    ensemble.show_reference(True)
+    write(module.weight)
+    with pytest.raises(ConfigurationError, match="a hook has changed 'weight' of the reference"):
+        ensemble.show_reference(False)
 
 
 @pytest.mark.parametrize("rolling", [False, True])
