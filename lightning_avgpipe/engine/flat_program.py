@@ -570,9 +570,9 @@ class ProgramWriter:
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
 
     def _must_keep_order(self) -> bool:
-        """Return whether a free function must not run before a node, a log or an object that comes before it.
+        """Return whether a free function or unit must not run before a node, a log or an object that comes before it.
 
-        It writes into memory that one of these uses, or takes a lasting tensor that a called unit may have changed.
+        It may write into memory that one of these uses, or uses a lasting tensor that a called unit may have changed.
         """
         used: set[int] = set()
         held: set[int] = set()  # memory of lasting tensors that units called so far have, or were given
@@ -587,11 +587,15 @@ class ProgramWriter:
                     held |= lasting
                     called.append(one.module)
                 continue
+            written = memory if _writes(one) else set()
+            if one.module is not None:  # it may begin to change its buffers
+                own = set(map(address, one.module.buffers()))
+                lasting, written = lasting | own, written | own
             if lasting:
                 of_units = (part for unit in called for part in _held_tensors(unit).values())
                 held.update(address(fill(part, ())) for part in of_units)
                 called.clear()
-            if not lasting.isdisjoint(held) or (_writes(one) and not used.isdisjoint(memory)):
+            if not (lasting.isdisjoint(held) and written.isdisjoint(used)):
                 return True
         return False
 

@@ -851,6 +851,42 @@ class ReadsUsage(MLP):
         return super().loss(batch) * self.counting.usage.mean()
 
 
+class Tracks(nn.Module):
+    """Subtracts a mean that it changes in place in training mode."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return x - self.mean
+
+
+class TracksTargets(MLP):
+    """Reads the mean of the targets before it calls their unit, which begins with the third batch to change it.
+
+    Args:
+        calls: whether it reads the mean by a call of the unit.
+    """
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls, self.norm = calls, Tracks().eval()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(batch_idx > 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        out = self.layers(x)
+        out = self.norm(out) if self.calls else out - self.norm.mean
+        return F.mse_loss(out, self.norm(target))
+
+
 class LowersMargin(MLP):
     """Begins with the third batch to change a buffer that it has read."""
 
@@ -887,10 +923,12 @@ class LowersMargin(MLP):
         LogsWhatIsTold,
         lambda: ReadsFactor(7, CoolingByTensor()),
         ReadsUsage,
+        lambda: TracksTargets(calls=False),
+        lambda: TracksTargets(calls=True),
         LowersMargin,
     ],
     ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor",
-         "ReadsUsage", "LowersMargin"],
+         "ReadsUsage", "TracksTargets", "calls", "LowersMargin"],
 )  # fmt: skip
 def test_micro_batches_are_repeated_only_where_the_same_is_true_of_them(
     make: Callable[[], Any], num_stages: int
