@@ -575,27 +575,28 @@ class ProgramWriter:
         It may write into memory that one of these uses, or uses a lasting tensor that a called unit may have changed.
         """
         used: set[int] = set()
+        lasting: set[int] = set()  # memory of the lasting tensors so far; results may be views of them
         held: set[int] = set()  # memory of lasting tensors that units called so far have, or were given
         called: list[nn.Module] = []  # units whose memory is not in it yet
         for one in self._instructions:
-            parts = parts_of((*one.args, *(part for _, part in one.kwargs)))
-            memory = {self._memory[part] for part in parts if part in self._memory}
-            lasting = {self._memory[part] for part in parts if part in self._memory and type(part) is not TensorSlot}
+            parts = [part for part in parts_of((*one.args, *(part for _, part in one.kwargs))) if part in self._memory]
+            memory = {self._memory[part] for part in parts}
+            lasting.update(self._memory[part] for part in parts if type(part) is not TensorSlot)
             if one.kind not in ("glue", "question"):
                 used |= memory
                 if one.module is not None:
-                    held |= lasting
+                    held |= memory & lasting
                     called.append(one.module)
                 continue
             written = memory if _writes(one) else set()
             if one.module is not None:  # it may begin to change its buffers
                 own = set(map(address, one.module.buffers()))
-                lasting, written = lasting | own, written | own
-            if lasting:
+                memory, written, lasting = memory | own, written | own, lasting | own
+            if not memory.isdisjoint(lasting):
                 of_units = (part for unit in called for part in _held_tensors(unit).values())
                 held.update(address(fill(part, ())) for part in of_units)
                 called.clear()
-            if not (lasting.isdisjoint(held) and written.isdisjoint(used)):
+            if not (memory.isdisjoint(held) and written.isdisjoint(used)):
                 return True
         return False
 

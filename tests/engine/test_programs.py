@@ -851,6 +851,46 @@ class ReadsUsage(MLP):
         return super().loss(batch) * self.counting.usage.mean()
 
 
+class ReadsView(ReadsUsage):
+    """Reads what the layer has counted through a view that it has taken before it calls the layer."""
+
+    def loss(self, batch: Any) -> Tensor:
+        usage = self.counting.usage.detach()
+        return MLP.loss(self, batch) * usage.mean()
+
+
+class ChangesItsArgument(nn.Module):
+    """Lowers the numbers of a tensor that it is given, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowers = False
+
+    def forward(self, x: Tensor, margins: Tensor) -> Tensor:
+        if self.lowers:
+            margins.mul_(0.5)
+        return x - margins
+
+
+class GivesView(MLP):
+    """Gives a layer a view of a buffer that the layer begins with the third batch to change, and reads it then."""
+
+    margins: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowering = ChangesItsArgument()
+        self.register_buffer("margins", torch.ones(8))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.lowering.lowers = batch_idx > 1
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        margins = self.margins.view(1, 8)
+        return F.mse_loss(self.lowering(self.layers(x), margins), target) * self.margins.mean()
+
+
 class Tracks(nn.Module):
     """Subtracts a mean that it changes in place in training mode."""
 
@@ -923,12 +963,14 @@ class LowersMargin(MLP):
         LogsWhatIsTold,
         lambda: ReadsFactor(7, CoolingByTensor()),
         ReadsUsage,
+        ReadsView,
+        GivesView,
         lambda: TracksTargets(calls=False),
         lambda: TracksTargets(calls=True),
         LowersMargin,
     ],
     ids=["Ordered", "Shifts", "ShiftsRows", "AsksOfBatch", "same", "two", "computes", "returns", "told", "ReadsTensor",
-         "ReadsUsage", "TracksTargets", "calls", "LowersMargin"],
+         "ReadsUsage", "ReadsView", "GivesView", "TracksTargets", "calls", "LowersMargin"],
 )  # fmt: skip
 def test_micro_batches_are_repeated_only_where_the_same_is_true_of_them(
     make: Callable[[], Any], num_stages: int
