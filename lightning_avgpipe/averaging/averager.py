@@ -308,8 +308,9 @@ class Averager:
         Raises:
             ConfigurationError: it has changed the reference while a late averaging is in flight.
         """
-        if changed and self.late:
-            name = self._models.mine[min(changed)]
+        mine, in_flight = self._models.mine, {name for late in self.late for name in late.names}
+        name = next((mine[i] for i in changed if mine[i] in in_flight), None)
+        if name is not None:
             raise ConfigurationError(
                 f"with Averaging(delay={self._options.delay}) a hook has changed '{name}' of the reference while an "
                 "averaging that began with its former contents is in flight. Change the parallel models instead, which "

@@ -76,9 +76,9 @@ def test_half_precision_is_averaged_in_single(use: Callable[[list[Model], Model]
 # -- what user code writes ---------------------------------------------------------------------------------------------
 
 
-def ensemble_of_two(**options: Any) -> tuple[nn.Linear, Ensemble]:
-    """Models of one weight, which is 1."""
-    module = nn.Linear(1, 1, bias=False)
+def ensemble_of_two(bias: bool = False, **options: Any) -> tuple[nn.Linear, Ensemble]:
+    """Models of one weight, which is 1, and maybe a bias."""
+    module = nn.Linear(1, 1, bias=bias)
     nn.init.constant_(module.weight, 1.0)
     optimizer = torch.optim.SGD(module.parameters())
     ensemble = Ensemble(module, lambda: [optimizer], Averaging(**options))
@@ -201,6 +201,16 @@ def test_a_validation_that_sets_the_reference_before_a_late_averaging_has_ended_
     write(module.weight)
     with pytest.raises(ConfigurationError, match="a hook has changed 'weight' of the reference"):
         ensemble.show_reference(False)
+
+
+def test_a_hook_may_set_a_fragment_of_the_reference_while_another_is_in_flight() -> None:
+    module, ensemble = ensemble_of_two(bias=True, every=2, fragments=2, delay=1)
+    iterate(module, ensemble, False, (0.5, -0.25))  # the averaging of the weight has begun, and not that of the bias
+    with ensemble.lent(None):
+        module.bias.data.fill_(0.5)
+    assert ensemble.models.reference["bias"] == 0.5
+    with pytest.raises(ConfigurationError, match="a hook has changed 'weight' of the reference"):
+        fill(module, ensemble, None)
 
 
 @pytest.mark.parametrize("rolling", [False, True])
