@@ -157,6 +157,7 @@ class Averager:
 
     def meet(self) -> None:
         """Average all training that has not been averaged yet, without delay. All groups call it."""
+        self.end_staggered()
         for late in self.late:
             late.left = 0
         self.finish()
@@ -288,8 +289,12 @@ class Averager:
                 self._staggered.reset()
 
     def end_staggered(self) -> None:
-        """Catch up, and stop averaging models one at a time; :meth:`begin_staggered` starts from the current state."""
+        """Catch up, and stop averaging models one at a time; :meth:`begin_staggered` starts from the current state.
+
+        The reference must not be shown.
+        """
         self.catch_up()
+        self.settle()
         self._staggered = None
 
     # -- what user code writes ---------------------------------------------------------------------------------------
@@ -318,3 +323,16 @@ class Averager:
             )
         if self._staggered is not None:
             self._staggered.take_over(changed)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether :meth:`settle` may change the reference."""
+        return self._staggered is not None and self._staggered.was_shown
+
+    def settle(self) -> None:
+        """Let the reference, which must not be shown, follow what user code has written into models alone.
+
+        Otherwise it follows with the next averaging, from the models as they are.
+        """
+        if self._staggered is not None:
+            self._staggered.settle()

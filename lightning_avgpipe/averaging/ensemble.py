@@ -84,7 +84,6 @@ class Ensemble:
         self.optimizers.follow()  # before a loss scaler unscales the gradients of what they train
         if size == before:
             return changed
-        self.averager.end_staggered()
         self.checksums.forget()
         self.averager.meet()
         self.models.resize(size)
@@ -133,9 +132,9 @@ class Ensemble:
 
     def begin_relocation(self) -> None:
         """Prepare for a move of parameters between processes: show pipeline 0's model, and wait for all sums."""
+        self.show_reference(False)
         self.averager.end_staggered()
         self.averager.arrive()
-        self.show_reference(False)
         self.checksums.check(self.models.size - 1)
 
     @property
@@ -192,7 +191,8 @@ class Ensemble:
             _return_to(memory)
             changed = (digests(self._watched) != self._before).nonzero().flatten().tolist()
             self.models.show(False)
-            self.averager.take_over(changed)
+            if changed:
+                self.averager.take_over(changed)
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool) -> Iterator[None]:
@@ -226,6 +226,12 @@ class Ensemble:
             yield
             _return_to(memory)
             self.averager.take_over(())
+
+    def settle(self) -> None:
+        """Let the reference follow what user code has written into models alone, if they are averaged one by one."""
+        if self.averager.is_unsettled:
+            with self.showing_reference(False):
+                self.averager.settle()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,9 @@ class StaggeredAveraging:
         alpha: fraction of its distance to the reference that a model moves, 0..1.
         outer_lr: step of the reference, as a multiple of the mean update.
         averaging_group: processes of all groups, which begin and end models together; None if there is one group.
+
+    Attributes:
+        was_shown: whether user code was shown a model, into which it may have written, since the last :meth:`settle`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class StaggeredAveraging:
         several = [] if averaging_group is None else wide(reference)
         self._moves, self._sums = ([torch.zeros_like(tensor) for tensor in several] for _ in range(2))
         self._arrive: Callable[[], None] | None = None  # waits for the sum that was started last
+        self.was_shown = False
         self._changed: set[int] = set()  # positions of what user code has changed in the reference between iterations
 
     @torch.no_grad()
@@ -130,19 +134,42 @@ class StaggeredAveraging:
     def reset(self) -> None:
         """Wait for the last sums, and continue as if training began with these models. All groups call it."""
         self.catch_up()
-        torch._foreach_copy_(self._known, self._reference)
+        alone = self._averaging_group is None
+        torch._foreach_copy_(
+            self._known, self._reference if alone else torch._foreach_add(wide(self._reference), self._moves)
+        )
 
     @torch.no_grad()
     def take_over(self, changed: Collection[int]) -> None:
         """Take over what user code may have written into a model or the reference between iterations.
 
-        What it writes into models alone counts as an update, which the reference follows. Where it changes the
-        reference as well, before or after the models, training goes on from what it has written into each.
+        The reference follows what it writes into models alone, see :meth:`settle`. Where it changes the reference as
+        well, before or after the models, training goes on from what it has written into each.
 
         Args:
             changed: positions of the tensors of the reference that it has just changed; their sums have arrived.
         """
+        self.was_shown = True
         self._changed.update(changed)
         for tensors, kept in (*self._models, (self._reference, self._known)):
             for i in self._changed:
                 kept[i].copy_(tensors[i])
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Move the reference by the mean of what user code has written into the models since their iteration ended.
+
+        It is called before an iteration begins, and before the state is saved or this averaging ends, so that these do
+        not change what follows. With several groups the reference moves at the end of the iteration.
+        """
+        if not self.was_shown or self._next:  # within an iteration an update may be pending as well
+            return
+        self.was_shown = False
+        moving = self._reference if self._averaging_group is None else self._moves
+        for model, start in self._models:
+            for (tensors, began, known), centres in chunks((model, start, self._known), moving):
+                change = torch._foreach_sub(wide(tensors), wide(began))
+                for moved in (known, centres):
+                    total = torch._foreach_add(wide(moved), change, alpha=1.0 / len(self._models))
+                    torch._foreach_copy_(moved, total)
+                torch._foreach_copy_(began, tensors)

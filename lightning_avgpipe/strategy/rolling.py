@@ -168,9 +168,11 @@ class RollingOrder(IterationOrder):
             met.finish()
 
     def drain(self) -> None:
-        """Discard what has run of the next iteration."""
+        """Discard what has run of the next iteration; let the reference follow what hooks have changed in models."""
         for iteration in self.overlap.coming:
             self._undo(iteration)
+        if self.loop.deployment.parallel.ensemble is not None:
+            self._ensemble.settle()
 
     def put_back(self, together: bool = True) -> None:
         """Put back the batches that were read ahead; see :meth:`IterationOrder.put_back`."""
@@ -267,6 +269,7 @@ class RollingOrder(IterationOrder):
         return True
 
     def _begin_turns(self) -> None:
+        self._ensemble.settle()
         self._ensemble.averager.begin_staggered()
         self.overlap.begin()
 

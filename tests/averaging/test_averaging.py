@@ -106,6 +106,7 @@ def fill(
 
 def iterate(module: nn.Linear, ensemble: Ensemble, rolling: bool, updates: tuple[float, float]) -> None:
     if rolling:
+        ensemble.settle()
         ensemble.averager.begin_staggered()
     for n, change in enumerate(updates):
         with ensemble.placed(n), torch.no_grad():
@@ -213,11 +214,97 @@ def test_a_hook_may_set_a_fragment_of_the_reference_while_another_is_in_flight()
         fill(module, ensemble, None)
 
 
-@pytest.mark.parametrize("rolling", [False, True])
-def test_the_reference_follows_what_a_hook_sets_in_the_models_alone(rolling: bool) -> None:
-    *models, reference = filled(rolling, 0, 1)
+def test_the_reference_follows_what_a_hook_sets_in_the_models_alone_with_the_next_averaging() -> None:
+    *models, reference = filled(False, 0, 1)
     assert reference == pytest.approx(sum(models) / 2)
-    assert reference < 0.75 < filled(rolling)[-1]
+    assert reference < 0.75 < filled(False)[-1]
+
+
+def do_nothing(ensemble: Ensemble) -> None:
+    """Trains on."""
+
+
+def save(ensemble: Ensemble) -> None:
+    ensemble.settle()
+
+
+def resume(ensemble: Ensemble) -> None:
+    ensemble.settle()
+    ensemble.averager.abandon()  # models and reference as they are now
+
+
+def show(ensemble: Ensemble) -> None:
+    with ensemble.lent(0):
+        pass
+    ensemble.settle()
+
+
+@pytest.mark.parametrize("event", [do_nothing, save, resume, show, lambda ensemble: ensemble.averager.end_staggered()])
+def test_with_rolling_the_reference_follows_the_models_before_the_next_iteration(
+    event: Callable[[Ensemble], None],
+) -> None:
+    module, ensemble = ensemble_of_two(rolling=True, alpha=0.25, outer_lr=1.5)
+    iterate(module, ensemble, True, (0.5, -0.25))
+    for n in range(2):
+        fill(module, ensemble, n)
+    event(ensemble)
+    iterate(module, ensemble, True, (0.0, 0.0))
+    assert weights(ensemble) == [0.5] * 3
+    iterate(module, ensemble, True, (0.5, -0.25))
+    *models, reference = weights(ensemble)
+    assert reference == sum(models) / 2 == 0.5 + 1.5 * 0.125
+
+
+class Twins:
+    """Two groups that do the same."""
+
+    count = 2
+
+    def begin_sum(self, tensors: list[Tensor]) -> Callable[[], None]:
+        return lambda: torch._foreach_mul_(tensors, 2.0)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_with_groups_the_reference_follows_at_the_end_of_the_next_iteration(resets: bool) -> None:
+    groups: Any = Twins()
+    made, reference = [[torch.tensor([1.5])], [torch.tensor([0.5])]], [torch.tensor([1.0])]
+    averaging = StaggeredAveraging(made, reference, 0.25, 1.5, groups)
+    for (tensor,) in made:
+        tensor.fill_(0.5)
+    averaging.take_over(())
+    averaging.settle()
+    if resets:
+        averaging.reset()
+    assert reference[0] == 1.0
+    for n in range(2):
+        averaging.end(n)
+    averaging.catch_up()
+    assert [*made[0], *made[1], *reference] == [0.5] * 3
+
+
+def test_the_last_changes_of_a_hook_are_in_the_result() -> None:
+    module, ensemble = ensemble_of_two(rolling=True, alpha=0.25, outer_lr=1.5)
+    iterate(module, ensemble, True, (0.5, -0.25))
+    for n in range(2):
+        fill(module, ensemble, n)
+    ensemble.dissolve()
+    assert module.weight == 0.5
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("order", [(None, 0, 1), (0, 1, None)])
+def test_what_a_hook_scales_in_all_models_and_the_reference_is_scaled_once(
+    rolling: bool, order: tuple[int | None, ...]
+) -> None:
+    module, ensemble = ensemble_of_two(rolling=rolling, alpha=0.25)
+    iterate(module, ensemble, rolling, (0.5, -0.25))
+    before = weights(ensemble)
+    for number in order:
+        with ensemble.lent(number), torch.no_grad():
+            module.weight.mul_(0.5)
+    assert weights(ensemble) == [weight / 2 for weight in before]
+    ensemble.settle()
+    assert weights(ensemble) == [weight / 2 for weight in before]
 
 
 def test_a_hook_that_sets_the_reference_before_a_late_averaging_has_ended_is_refused() -> None:
