@@ -24,9 +24,6 @@ from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, 
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
 
-# Hooks that call functions of callbacks or schedules, in whose place a search for a learning rate puts others.
-_CALLING_OTHERS = ("optimizer_step", "lr_scheduler_step")
-
 
 class StateOfSteps:
     """Sends attributes and variables that code between submodules changes to hooks whose code names them."""
@@ -34,7 +31,8 @@ class StateOfSteps:
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
         self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
         self._module: nn.Module = trainer.lightning_module
-        self._named: dict[tuple[int, str], frozenset[str]] = {}  # by identity of the owner, and name of the hook
+        # identity of the owner, and name of the hook -> functions that were searched, and names found in them
+        self._named: dict[tuple[int, str], tuple[list[Callable[..., Any]], frozenset[str]]] = {}
 
     @cached_property
     def _packer(self) -> Packer:
@@ -68,12 +66,13 @@ class StateOfSteps:
 
     def _names(self, owner: Any, name: str) -> frozenset[str]:
         """Return the names that a hook may read."""
-        if (id(owner), name) in self._named:
-            return self._named[id(owner), name]
-        named = names_in(self._functions(owner, name), (type(self._module), type(owner)))
-        if name not in _CALLING_OTHERS:
-            self._named[id(owner), name] = named
-        return named
+        # a search for a learning rate puts other schedules and callbacks in the place of the user's for a while
+        functions = self._functions(owner, name)
+        known = self._named.get((id(owner), name))
+        if known is None or known[0] != functions:
+            known = functions, names_in(functions, (type(self._module), type(owner)))
+            self._named[id(owner), name] = known
+        return known[1]
 
     def _functions(self, owner: Any, name: str) -> list[Callable[..., Any]]:
         """Return the functions of a hook, and functions that it calls without naming them."""

@@ -26,6 +26,8 @@ from torch.nn.utils import prune
 from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging
+from lightning_avgpipe.state.outside import names_in
+from lightning_avgpipe.strategy import state_of_steps
 from tests import processes
 from tests.comparing import assert_equal
 from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped
@@ -405,6 +407,24 @@ class Slowed(Searched):
 
 def callbacks_may_be_data_classes(devices: int) -> Any:
     return piped(Slowed(), 2, devices).state_dict()
+
+
+def searches_of_code(devices: int, epochs: int) -> int:
+    """How often this process searches the code of hooks for what they read."""
+    searched: list[None] = []
+
+    def counted(*args: Any) -> frozenset[str]:
+        searched.append(None)
+        return names_in(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_of_steps, "names_in", counted)
+        piped(Slowed(), 2, devices, {"max_epochs": epochs})
+    return len(searched)
+
+
+def more_epochs_search_no_more_code(devices: int) -> int:
+    return searches_of_code(devices, epochs=2) - searches_of_code(devices, epochs=1)
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
@@ -812,6 +832,7 @@ FINDS = (
     hooks_that_call_each_other_are_followed_once,
     a_search_for_a_learning_rate_does_not_change_what_hooks_find,
     callbacks_may_be_data_classes,
+    more_epochs_search_no_more_code,
     hooks_read_what_submodules_of_another_process_keep,
     before_training_and_after_a_run_every_process_has_what_submodules_keep,
     callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
