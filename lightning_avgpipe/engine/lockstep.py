@@ -144,10 +144,8 @@ class Lockstep(StepTracer):
     # -- units -----------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        own = set(map(id, module.parameters()))
-        given = tree.tensors((args, kwargs))
-        if any(isinstance(t, nn.Parameter) and id(t) in self._names and id(t) not in own for t in given):
-            with self.again():  # it may ask for a derivative of what is outside, so its inner modules are the units
+        if self._may_differentiate(module, args, kwargs):
+            with self.again():  # so its inner modules are the units
                 return run(*args, **kwargs)
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
@@ -159,6 +157,14 @@ class Lockstep(StepTracer):
                 if name in self._owner:
                     self._names[id(buffer)] = (buffer, name)
         return result
+
+    def _may_differentiate(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Return whether a unit may ask for gradients with respect to a trained parameter of another one."""
+        given = [t for t in tree.tensors((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
+        if not given or isinstance(module, torch.jit.ScriptModule):  # the latter cannot be followed inside
+            return False
+        own = set(map(id, module.parameters()))
+        return any(id(t) in self._names and id(t) not in own for t in given)
 
     # -- glue ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -149,6 +149,51 @@ class GivenAWeight(Plain):
         return loss
 
 
+class Scores(nn.Module):
+    """Notes where it runs."""
+
+    ran: ClassVar[list[None]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, codes: Tensor) -> Tensor:
+        self.ran.append(None)
+        return self.linear(x) @ codes
+
+
+class GivenAFrozenWeight(Plain):
+    """Gives a submodule the weight of another one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.scores = nn.Linear(8, 8).requires_grad_(False), Scores()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.scores(self.b(self.a(x)), self.codes.weight), y)
+
+
+class Projects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x) @ weight
+
+
+class GivesScripted(Plain):
+    """Gives a TorchScript module, in which nothing can be followed, the weight of another submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projects = torch.jit.script(Projects())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.projects(self.b(self.a(x)), self.b[2].weight), y)  # type: ignore[index]
+
+
 class OnOneRank(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.local_rank == 0:
@@ -189,6 +234,31 @@ def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: P
     models = (Attributes, Regions, ByHand, GivenAWeight)
     one = fit(0, 1, *models)
     assert_equal(processes.each(2, fit, 2, *models, folder=tmp_path), [one, one])
+
+
+def fit_and_count(rank: int, devices: int) -> tuple[dict[str, Any], int]:
+    """Train, and return also how often a submodule ran in this process."""
+    Scores.ran.clear()
+    return fit(rank, devices, GivenAFrozenWeight), len(Scores.ran)
+
+
+@pytest.mark.slow
+def test_a_submodule_that_is_given_a_frozen_parameter_of_another_one_runs_in_one_process(tmp_path: Path) -> None:
+    one, runs = fit_and_count(0, 1)
+    found = processes.each(2, fit_and_count, 2, folder=tmp_path)
+    assert_equal([states for states, _ in found], [one, one])
+    assert sorted(ran for _, ran in found) == [0, runs]
+
+
+def losses(rank: int, devices: int) -> Any:
+    _, metrics = fit(rank, devices, GivesScripted)["GivesScripted"]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_scripted_submodule_may_be_given_a_parameter_of_another_one(tmp_path: Path) -> None:
+    one = losses(0, 1)
+    assert_equal(processes.each(2, losses, 2, folder=tmp_path), [one, one])
 
 
 @pytest.mark.parametrize(
