@@ -67,7 +67,7 @@ class OnePipeline:
         """Run one iteration; return on rank 0 what happened in it."""
         recorder = Recorder(self.cluster.rank, self.cluster.device)
         self.cluster.group.barrier()
-        with self.observers.having(recorder):
+        with self.observers.with_added(recorder):
             self.run(schedule)
         return timeline_of(self.cluster, recorder)
 

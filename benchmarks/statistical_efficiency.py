@@ -164,7 +164,7 @@ def train(trial: Trial, limit: int) -> dict[str, Any]:
 
     def loss() -> float:
         for one in staggered:
-            one.catch_up()
+            one.add_pending_sums()
         return judge(workload, reference, held_out)
 
     needed = samples_to_goal(workload, iterate, loss, len(samples[-1]), limit)

@@ -74,7 +74,7 @@ class _Clock(L.Callback):
         if self._records:
             cluster = trainer.strategy.cluster  # type: ignore[attr-defined]
             self._recorder = Recorder(cluster.rank, cluster.device)
-            self._seen = trainer.strategy.observers.having(self._recorder)  # type: ignore[attr-defined]
+            self._seen = trainer.strategy.observers.with_added(self._recorder)  # type: ignore[attr-defined]
             self._seen.__enter__()
         self._before = time.perf_counter()
 

@@ -46,7 +46,7 @@ def measure(forward_s: float) -> dict[str, Any]:
         step = ours.pipeline.steps[STEP]
 
         def iterate(wire: Format | None) -> None:
-            ours.pipeline.steps[STEP] = replace(step, wires=[wire])
+            ours.pipeline.steps[STEP] = replace(step, wire_formats=[wire])
             model.zero_grad()
             ours.run(schedule)
 

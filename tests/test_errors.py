@@ -260,12 +260,12 @@ def test_parameters_that_are_distributed_already_are_named() -> None:
 
 
 def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
-    checks.same_everywhere([("", {}, []), ("", {}, [])])
-    checks.same_everywhere([("a.ckpt", {}, []), ("a.ckpt", {}, [])])
+    checks.same_on_all_ranks([("", {}, []), ("", {}, [])])
+    checks.same_on_all_ranks([("a.ckpt", {}, []), ("a.ckpt", {}, [])])
     with pytest.raises(
         ConfigurationError, match=r"rank 0 has loaded last\.ckpt, rank 1 no checkpoint; put checkpoints"
     ):
-        checks.same_everywhere([("last.ckpt", {}, []), ("", {}, [])])
+        checks.same_on_all_ranks([("last.ckpt", {}, []), ("", {}, [])])
 
 
 HOOK = "LogImages.on_train_epoch_end"
@@ -276,9 +276,9 @@ HOOK = "LogImages.on_train_epoch_end"
     [([HOOK], [], "1 {}, rank 1 none"), ([], [HOOK], "no {}, rank 1 1"), ([HOOK], [HOOK] * 2, "1 {}, rank 1 2")],
 )
 def test_a_callback_that_only_some_ranks_have_is_named(first: list[str], second: list[str], found: str) -> None:
-    checks.same_everywhere([("", {}, [HOOK, "Other.on_train_end"]), ("", {}, ["Other.on_train_end", HOOK])])
+    checks.same_on_all_ranks([("", {}, [HOOK, "Other.on_train_end"]), ("", {}, ["Other.on_train_end", HOOK])])
     with pytest.raises(ConfigurationError, match=f"rank 0 has {found.format(HOOK)}, .*give the callback to all"):
-        checks.same_everywhere([("", {}, first), ("", {}, second)])
+        checks.same_on_all_ranks([("", {}, first), ("", {}, second)])
 
 
 def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

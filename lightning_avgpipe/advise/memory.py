@@ -26,7 +26,7 @@ def memory_table(plans: Sequence[Plan], num_microbatches: int, samples: int, mod
         for stage in plan.stages:
             need = stage.memory
             rows.append((
-                str(plan.num_stages) if not stage.index else "", str(stage.index), stage.span, nbytes(need.held),
+                str(plan.num_stages) if not stage.index else "", str(stage.index), stage.span, nbytes(need.persistent),
                 nbytes(need.stash + need.boundary), nbytes(need.total),
             ))  # fmt: skip
     several = f" of each of {models} models" if models > 1 else ""

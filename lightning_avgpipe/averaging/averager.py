@@ -155,7 +155,7 @@ class Averager:
         if self._averaging_group is None:
             self.finish()
 
-    def meet(self) -> None:
+    def average_all_now(self) -> None:
         """Average all training that has not been averaged yet, without delay. All groups call it."""
         self.end_staggered()
         for late in self.late:
@@ -164,9 +164,9 @@ class Averager:
         for number in [i for i, fragment in enumerate(self.fragments) if fragment.steps]:
             self._begin(number)
             self.finish()
-        self.catch_up()
+        self.add_pending_sums()
 
-    def recentre(self) -> None:
+    def centre_models(self) -> None:
         """After some models were dropped, shift the others equally, so that the unchanged reference is their mean."""
         averaging = AveragingStep(*self._models.tensors(), self._models.size, self._averaging_group)
         averaging.end(alpha=0.0, outer_lr=0.0)
@@ -183,13 +183,13 @@ class Averager:
         if self._begun is not None:
             step, self._begun = self._begun, None
             self._end(step)
-            self.catch_up()
+            self.add_pending_sums()
 
     def _arrived(self, late: LateAveraging) -> AveragingStep:
         """Wait for the sums of a late averaging, and return its step, to be ended."""
         active, models = late.arrive(), self._models
         if late.buffers:
-            self.catch_up()
+            self.add_pending_sums()
         names = [name for name in late.names if name in models.sums]
         sums = [models.sums.pop(name) for name in names]
         sent = [[model.sent.pop(name) for name in names] for model in models.each]
@@ -274,17 +274,17 @@ class Averager:
             self._end_buffers()
             self._end_buffers, self._ended = self._models.shared.begin(self._ended), []
 
-    def catch_up(self) -> None:
+    def add_pending_sums(self) -> None:
         """Wait for the sums over groups of the last iteration, and add them to the reference and its buffers."""
         if self._staggered is not None:
-            self._staggered.catch_up()
+            self._staggered.add_pending_sums()
         self._end_buffers()
         self._end_buffers = noop
 
     def reset(self) -> None:
         """Catch up, and continue as if training began with the current reference and models. All groups call it."""
         if self._models.shown is None:  # otherwise showing the reference has caught up
-            self.catch_up()
+            self.add_pending_sums()
             if self._staggered is not None:
                 self._staggered.reset()
 
@@ -293,7 +293,7 @@ class Averager:
 
         The reference must not be shown.
         """
-        self.catch_up()
+        self.add_pending_sums()
         self.settle()
         self._staggered = None
 

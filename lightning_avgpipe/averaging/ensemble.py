@@ -17,7 +17,7 @@ from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.state.writes import put_back
 from lightning_avgpipe.utils.torch_compat import address, share_gradient_hooks
-from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
+from lightning_avgpipe.weights.relocation import MovableData, OptimizerStates
 
 
 class Ensemble:
@@ -85,11 +85,11 @@ class Ensemble:
         if size == before:
             return changed
         self.checksums.forget()
-        self.averager.meet()
+        self.averager.average_all_now()
         self.models.resize(size)
         self.optimizers.resize()
         if size < before:
-            self.averager.recentre()
+            self.averager.centre_models()
         return True
 
     def _follow(self) -> bool:
@@ -118,7 +118,7 @@ class Ensemble:
         """
         if average:
             self.show_reference(False)
-            self.averager.meet()
+            self.averager.average_all_now()
         self.show_reference(True)
         shown, own = self.models.shown, self.models.own
         assert shown is not None
@@ -138,12 +138,12 @@ class Ensemble:
         self.checksums.check(self.models.size - 1)
 
     @property
-    def tensors_of_models(self) -> Belongings:
+    def tensors_of_models(self) -> MovableData:
         """The tensors of models 1..N-1 and of the reference, which move with the module's."""
         return ModelTensors(self.models)
 
     @property
-    def belongings(self) -> list[Belongings]:
+    def movable_data(self) -> list[MovableData]:
         """The data that moves with a parameter, in addition to the module's tensors and their optimizers' states."""
         states = self.optimizers.states()
         if (outer := self.averager.outer) is not None:
@@ -181,7 +181,7 @@ class Ensemble:
         if reference == (self.models.shown is not None):
             return
         if reference:
-            self.averager.catch_up()
+            self.averager.add_pending_sums()
             self.models.show(True)
             self._memory = _memory(self.models.parameters(0))
             self._watched = self.models.parameters(0) if self.averager.has_begun else {}

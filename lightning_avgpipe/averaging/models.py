@@ -113,7 +113,7 @@ class Models:
     @property
     def first(self) -> int:
         """The number of this group's model 0 among the models of all groups."""
-        return 0 if self._averaging_group is None else self.size * self._averaging_group.number
+        return 0 if self._averaging_group is None else self.size * self._averaging_group.group_number
 
     @property
     def mine(self) -> list[str]:
@@ -121,7 +121,7 @@ class Models:
         return [name for name in self.reference if name in self.own.parameters]
 
     @property
-    def beside(self) -> list[Tensor]:
+    def other_tensors(self) -> list[Tensor]:
         """The parameters and buffers of models 1..N-1, and those of the reference."""
         tensors = [*self.reference.values(), *({} if self.shared is None else self.shared.buffers).values()]
         for model in self.each[1:]:

@@ -66,7 +66,7 @@ class ModelOptimizers:
                 load_states(made, state)
 
     @functools.cached_property
-    def counted(self) -> list[Collection[str]]:
+    def names_set_by_steps(self) -> list[Collection[str]]:
         """For each optimizer, the names of group values that its steps set (a step count), which each model keeps."""
         return [set_by_steps(optimizer) for optimizer in self._own()]
 
@@ -78,7 +78,7 @@ class ModelOptimizers:
         """Give the clones the current hyper-parameters of pipeline 0's optimizers."""
         for model, clones in zip(self._models.each[1:], self._clones[1:], strict=True):
             places = self._places(model)
-            for made, optimizer, counted in zip(clones, self._own(), self.counted, strict=True):
+            for made, optimizer, counted in zip(clones, self._own(), self.names_set_by_steps, strict=True):
                 follow(made, optimizer, places, counted)
 
     def states(self) -> list[OptimizerStates]:
@@ -188,13 +188,13 @@ class _Group(dict[str, Any]):
 def set_by_steps(optimizer: Optimizer) -> Collection[str]:
     """Return the names of values that an optimizer's steps set in its groups; none if it cannot be tried."""
     try:
-        groups: Any = tried(optimizer).param_groups
+        groups: Any = after_trial_steps(optimizer).param_groups
     except Exception:  # of any type: it is the user's code
         return ()
     return {name for group in groups for name in group.noted}
 
 
-def tried(optimizer: Optimizer, together: bool = True) -> Optimizer:
+def after_trial_steps(optimizer: Optimizer, together: bool = True) -> Optimizer:
     """Return a clone of an optimizer, after a few steps on small random parameters: two in the first group.
 
     Args:
@@ -266,7 +266,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCo
     told = averaging_group.members.broadcast(
         tree.map_tensors(lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
     )
-    if averaging_group.number == 0:
+    if averaging_group.group_number == 0:
         states = tree.map_tensors(lambda t: t.detach().clone(), own)
     else:
         states = [

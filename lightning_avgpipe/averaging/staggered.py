@@ -110,7 +110,7 @@ class StaggeredAveraging:
 
     def _tell(self, averaging_group: TensorCollectives) -> None:
         """Start to sum this iteration's updates over the groups; all models of this group have ended the iteration."""
-        self.catch_up()
+        self.add_pending_sums()
         # the updates of other groups in this iteration are not known yet
         torch._foreach_copy_(self._known, torch._foreach_add(wide(self._reference), self._moves))
         self._sums, self._moves = self._moves, self._sums
@@ -118,7 +118,7 @@ class StaggeredAveraging:
         self._arrive = averaging_group.begin_sum(self._sums)
 
     @torch.no_grad()
-    def catch_up(self) -> None:
+    def add_pending_sums(self) -> None:
         """Wait for the sums of the last ended iteration, so that the reference is the mean of all models.
 
         Later results do not depend on whether this method is called.
@@ -133,7 +133,7 @@ class StaggeredAveraging:
     @torch.no_grad()
     def reset(self) -> None:
         """Wait for the last sums, and continue as if training began with these models. All groups call it."""
-        self.catch_up()
+        self.add_pending_sums()
         alone = self._averaging_group is None
         torch._foreach_copy_(
             self._known, self._reference if alone else torch._foreach_add(wide(self._reference), self._moves)

@@ -96,7 +96,7 @@ class PipelineTimeline(Callback):
         if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.passthrough and strategy.whole is None:
             cluster = _cluster(trainer)
             self._recorder = Recorder(cluster.rank, cluster.device)
-            self._undo.enter_context(strategy.observers.having(self._recorder))
+            self._undo.enter_context(strategy.observers.with_added(self._recorder))
             self._steps_before = trainer.global_step
 
     def on_before_optimizer_step(

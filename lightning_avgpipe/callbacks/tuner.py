@@ -262,14 +262,14 @@ class AvgPipeTuner(Callback):
             if profile is not None:
                 split, most = strategy.options.averaging.split_batches, self.max_num_pipelines
                 considered = candidates(profile, most, counts, schedule=schedule, rolling=rolling, split=split)
-                settings = [setting for setting in considered if setting.parts > profiler.too_few]
+                settings = [setting for setting in considered if setting.parts > profiler.largest_not_fitting]
                 limit = run.context.memory_per_stage(self.memory_limit)
                 found = to_json(search(profile, settings, limit, self.samples_factor))
             result = from_json(Result, cluster.world.broadcast(found))
         self.result = result
         if cluster.world.rank == 0:
             self._publish(trainer, result)
-        return Setting(rehearsal.captured, schedule=schedule)
+        return Setting(rehearsal.planned_microbatches, schedule=schedule)
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
         """Return the numbers of micro-batches to consider."""

@@ -76,7 +76,7 @@ class BatchUse:
     def kept(self, tensors: Sequence[Tensor]) -> None:
         """Note that the result of the step, ``self.log`` or a metric needs these tensors."""
         for i in self._of(tensors):
-            self._leaves[i] = replace(self._leaves[i], kept=True)
+            self._leaves[i] = replace(self._leaves[i], needed_by_result=True)
 
     def knows(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether any of these is a tensor of the batch, or a view or copy of one."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.calls import watching_seeds
-from lightning_avgpipe.capture.draft import ANYWHERE
+from lightning_avgpipe.capture.draft import END_OF_STEP
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
@@ -96,13 +96,13 @@ def _graph(
             effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
             watching_seeds(calls.note_seed),
         ):  # fmt: skip
-            result = recorder.handed_out(run(*args))
+            result = recorder.with_state_copied(run(*args))
         _check_submodules(step, names, module)
         recorder.finish(result)
         if taken := iterators.advanced():
             draft.pin(
-                0, ANYWHERE, f"{step} takes items from the iterator '{taken}', which nobody can put back: each stage "
-                "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
+                0, END_OF_STEP, f"{step} takes items from the iterator '{taken}', which nobody can put back: each "
+                "stage would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
         # look at the changes of the step before they are undone
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
@@ -127,7 +127,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
         values=tuple(replace(value, is_saved=value.storage in draft.saved) for value in draft.values),
-        kept=frozenset(draft.kept),
+        observed=frozenset(draft.kept),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),
         drawing=frozenset(calls.drawing),
@@ -140,10 +140,10 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         assigned_between=effects.assigned,
         set_back=tuple(sorted(effects.set_back)),
         mutated_between=holders,
-        changed_by_units={key: effects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
+        changed_by_units={key: effects.last_change(key) for key in sorted(effects.changed_by_units - holders.keys())},
         parts_changed=effects.objects.parts(),
-        made_by_units={key: effects.last_change(key) for key in sorted(effects.once - holders.keys())},
-        written_tensors=effects.objects.written(recorder.state.changes.nameless),
+        made_by_units={key: effects.last_change(key) for key in sorted(effects.changed_once_by_units - holders.keys())},
+        written_tensors=effects.objects.written(recorder.state.changes.unnamed),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),
         buffers_read=dict(recorder.buffers_read),
@@ -190,7 +190,7 @@ def _find_what_lasts(
             again.hidden.follow(recorder.hidden)
             try:
                 with again.state.changes, again.effects.attributes.watched(), again.following(), watching(again.calls):
-                    again.handed_out(run(*args))
+                    again.with_state_copied(run(*args))
             except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None
         recorder.draft.pinned += recorder.hidden.compare_with_repeat(None if again is None else again.hidden)

@@ -133,7 +133,7 @@ def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tu
         torch.backends.cudnn.benchmark,
         torch.backends.mkldnn.enabled,
     )
-    everything = repr((_FORMAT, sorted(about.items()), nodes, values, sorted(graph.kept), units, weights, settings))
+    everything = repr((_FORMAT, sorted(about.items()), nodes, values, sorted(graph.observed), units, weights, settings))
     return hashlib.sha256(everything.encode()).hexdigest()[:24], about
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_avgpipe.capture.graph import CallGraph, Value
-from lightning_avgpipe.capture.wire_format import FORMATS, Format, Wire, least_that_hides
+from lightning_avgpipe.capture.wire_format import FORMATS, Format, Wire, mildest_hidden_format
 
 OPERATIONS_PER_BYTE = 20.0  # assumed cost of a link where nothing is measured
 
@@ -73,7 +73,7 @@ class Costs:
         return self.links[hop] if len(self.links) > 1 else self.links[0]
 
     @property
-    def smallest(self) -> Format | None:
+    def planning_format(self) -> Format | None:
         """The format that is assumed when cuts are chosen: for ``"auto"`` the smallest one, if costs are measured."""
         return (FORMATS[-1] if self.measured else None) if self.wire == "auto" else self.wire
 
@@ -90,7 +90,7 @@ class Costs:
             return None
         if self.wire != "auto":
             return self.wire
-        return least_that_hides(values, per_byte, slowest) if self.measured else None
+        return mildest_hidden_format(values, per_byte, slowest) if self.measured else None
 
 
 def stash_bytes(graph: CallGraph) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ _AS_LONG = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "lon
 # Functions that return the length of a tensor.
 _ASKS = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
-ANYWHERE = sys.maxsize  # as the last position of a range: the end of the step
+END_OF_STEP = sys.maxsize  # as the last position of a range: the end of the step
 Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
 
 
@@ -157,7 +157,7 @@ class Draft:
         if (new and inputs) or (name in _AS_LONG and not self._sized.isdisjoint(inputs)):
             self._sized.update(self.nodes[-1].outputs)
 
-    def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
+    def note_metadata_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the step has read a description of tensors, such as a length that depends on numbers of values."""
         if func in _ASKS and not self._sized.isdisjoint(self.values_of(tensors)):
             self.nodes[-1] = replace(self.nodes[-1], reads_numbers=True)
@@ -181,7 +181,7 @@ class Draft:
             given = self._packer.pack(result, objects)[1]
         except Exception as error:  # any type: pickling runs code of the objects
             reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
-            self.pin(node.index + 1, ANYWHERE, reason)
+            self.pin(node.index + 1, END_OF_STEP, reason)
             return node, tree.tensors(result)
         written = [obj for obj, _, _ in objects.modified()]
         indices = tuple(objects.indices[id(obj)] for obj in written if id(obj) in lasting.indices)

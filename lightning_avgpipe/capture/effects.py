@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.capture.draft import ANYWHERE, Pin
+from lightning_avgpipe.capture.draft import END_OF_STEP, Pin
 from lightning_avgpipe.capture.events import AttributeEvents, Names, ObjectEvents
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.reads import Key, Now
 from lightning_avgpipe.state.objects import is_generator, is_iterator
-from lightning_avgpipe.state.snapshot import Snapshot, leading
+from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.utils.names import joined
 
 
@@ -34,8 +34,8 @@ class Effects:
         generators: draws from random generators that the model holds.
         assigned: after the step, the attributes that code between units assigns in every step.
         set_back: after the step, the attributes and variables that it changed and set back, or whose objects it did.
-        of_units: after the step, the attributes that units assign in every step, or whose objects they change.
-        once: after the step, those that units assign or change in the first step only.
+        changed_by_units: after the step, the attributes that units assign in every step, or whose objects they change.
+        changed_once_by_units: after the step, those that units assign or change in the first step only.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Effects:
         self._reassigned: set[Key] = set()
         self.assigned: tuple[Key, ...] = ()
         self.set_back: set[Key] = set()
-        self.of_units: set[Key] = set()
-        self.once: set[Key] = set()
+        self.changed_by_units: set[Key] = set()
+        self.changed_once_by_units: set[Key] = set()
         self._now = now
         self._next_look = 1  # position at which all objects are compared next
 
@@ -91,7 +91,7 @@ class Effects:
         self.generators.kept(vars(self._module.get_submodule(path)).get(name) for path, name in self.assigned)
         self.mutable |= self.objects.found()
         self._reassigned = self.objects.reassigned()
-        self.of_units = set(self.objects.of_units()).difference(self.assigned)
+        self.changed_by_units = set(self.objects.of_units()).difference(self.assigned)
         self.set_back = self._set_back()
 
     def _set_back(self) -> set[Key]:
@@ -105,26 +105,28 @@ class Effects:
     @property
     def may_last(self) -> bool:
         """Whether the step must run once more to find out which changes it makes in every step."""
-        lasts = self.of_units or self.attributes.created() or self.objects.holders() or any(self.attributes.kept())
+        lasts = (
+            self.changed_by_units or self.attributes.created() or self.objects.holders() or any(self.attributes.kept())
+        )
         return bool(lasts or self.objects.assigned or self.generators.in_use)
 
     @property
     def unseen(self) -> frozenset[Key]:
         """The attributes whose assignment was not seen."""
         by_both = self.attributes.of_units.intersection(self.assigned)
-        return self._unseen | ((self.of_units | by_both) & self._reassigned)
+        return self._unseen | ((self.changed_by_units | by_both) & self._reassigned)
 
     def repeated(self, again: Effects) -> None:
         """Compare with a repeated step: changes that it did not make again are made only once."""
         again.look()
-        in_all = self.of_units & {*again.objects.of_units(), *again.attributes.of_units}
-        self.of_units, self.once = in_all, self.of_units - in_all
+        in_all = self.changed_by_units & {*again.objects.of_units(), *again.attributes.of_units}
+        self.changed_by_units, self.changed_once_by_units = in_all, self.changed_by_units - in_all
         self.assigned += tuple(sorted(self.objects.assigned & again.objects.assigned))
         made = self.attributes.created() - again.attributes.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)
         self.objects.keep(again.objects.found())
         # the first step may make an attribute of an object that later steps change and set back
-        self.set_back |= again._set_back().difference(self.assigned, self.of_units, self.objects.holders())
+        self.set_back |= again._set_back().difference(self.assigned, self.changed_by_units, self.objects.holders())
         self.generators.compare_with_repeat(again.generators)
 
     def pinned(self, nodes: list[Node]) -> Iterator[Pin]:
@@ -197,7 +199,7 @@ class GeneratorDraws:
             if use.leads[0] not in known and (use.between is not None or len(use.nodes) > 1 or use.given):
                 name = joined(*use.leads[0][:2])
                 what = f"the step makes '{name}', a generator of random numbers, once; do so in __init__"
-                self._pinned.append((0, ANYWHERE, what))
+                self._pinned.append((0, END_OF_STEP, what))
 
     def uses(self) -> tuple[GeneratorUse, ...]:
         """Return the uses of all generators."""
@@ -225,7 +227,7 @@ class GeneratorDraws:
                 between = None  # every stage seeds it before the first draw of a node
             if between is not None:
                 what = f"{unit} and code between units draw from one generator of random numbers"
-                yield max(1, min(between, first + 1)), ANYWHERE, what
+                yield max(1, min(between, first + 1)), END_OF_STEP, what
             elif drawing[-1] > first:
                 what = f"{unit} and others draw from one generator of random numbers; give each its own"
                 yield first + 1, drawing[-1], what
@@ -256,4 +258,4 @@ class Iterators:
         return self._leading(self._objects.opaque)
 
     def _leading(self, found: Iterable[Any]) -> tuple[Key, ...]:
-        return leading(self._attributes, set(map(id, found)), "iterators")
+        return keys_leading_to(self._attributes, set(map(id, found)), "iterators")

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import Pin
 from lightning_avgpipe.capture.reads import Key, Now, Read, VariableReads, as_free, in_order, only_adds
-from lightning_avgpipe.state.objects import ATOMS, ITEMS, OF_EVERY_MODULE, Variable, is_generator
-from lightning_avgpipe.state.outside import outside
-from lightning_avgpipe.state.snapshot import Snapshot, leading
+from lightning_avgpipe.state.objects import ATOMS, BASE_MODULE_ATTRIBUTES, ITEMS, Variable, is_generator
+from lightning_avgpipe.state.outside import outside_variables
+from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within, joined
 from lightning_avgpipe.utils.patching import replaced
@@ -160,7 +160,7 @@ class AttributeEvents:
             assign(module, name, value)
 
         def watched_read(module: nn.Module, name: str) -> Any:
-            if name not in OF_EVERY_MODULE and name not in ("__dict__", "__class__"):
+            if name not in BASE_MODULE_ATTRIBUTES and name not in ("__dict__", "__class__"):
                 with untraced():
                     self._was_read(module, name)
             return read(module, name)
@@ -389,7 +389,7 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
     """Return the attributes of modules by path and name."""
     return {
         (path, name): held for path, m in modules.items() for name, held in vars(m).items()
-        if name not in OF_EVERY_MODULE
+        if name not in BASE_MODULE_ATTRIBUTES
     }  # fmt: skip
 
 
@@ -436,13 +436,15 @@ class ObjectEvents:
         self._modules = modules
         self._now = now
         self.attributes = attributes_of(modules)
-        named = outside(module)
+        named = outside_variables(module)
         self.attributes |= {("", name): variable for name, variable in named.items()}
         self.objects = Snapshot(self.attributes.values(), opaque=True)
         self.empty = frozenset(id(obj) for obj, items in self.objects.items() if isinstance(obj, ITEMS) and not items)
-        self._chosen = self.objects.among({*chosen, *(id(one) for one in self.objects.opaque if is_generator(one))})
+        self._chosen = self.objects.restricted_to(
+            {*chosen, *(id(one) for one in self.objects.opaque if is_generator(one))}
+        )
         opaque = set(map(id, self.objects.opaque))
-        self._compared = self.objects.among(self.objects.indices.keys() - opaque)
+        self._compared = self.objects.restricted_to(self.objects.indices.keys() - opaque)
         watched = list(self._chosen.items())
         self._seen = {
             id(obj): obj for obj, items in watched
@@ -486,12 +488,12 @@ class ObjectEvents:
         differences = self.take()
         self._changed_between(differences)
         if differences:
-            self._chosen.adopt(Snapshot([obj for obj, _ in differences], opaque=True), self.objects)
+            self._chosen.add_new(Snapshot([obj for obj, _ in differences], opaque=True), self.objects)
 
     def take(self) -> list[tuple[Any, Names]]:
         """Return the objects that have changed since the last call, and their changed attributes."""
         differences = self._chosen.differences()
-        self._chosen.follow(obj for obj, _ in differences)
+        self._chosen.update(obj for obj, _ in differences)
         return differences
 
     def _changed_between(self, differences: Iterable[tuple[Any, Names]]) -> None:
@@ -502,7 +504,7 @@ class ObjectEvents:
             self.between[id(obj)] = known._replace(last=position, names=both)
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[list[tuple[Any, Names]]]:
+    def watching_unit(self) -> Iterator[list[tuple[Any, Names]]]:
         """Run a unit within this context; the list then holds the objects that the unit has changed."""
         self.look()
         changed: list[tuple[Any, Names]] = []
@@ -574,7 +576,7 @@ class ObjectEvents:
         Args:
             lasting: ids of the objects that changed again, including containers that the step makes anew.
         """
-        changing = set(leading({key: change.obj for key, change in self.between.items()}, lasting))
+        changing = set(keys_leading_to({key: change.obj for key, change in self.between.items()}, lasting))
         self._once = {key: change for key, change in self.between.items() if key not in changing}
         self.between = {key: change for key, change in self.between.items() if key in changing}
 
@@ -592,7 +594,7 @@ class ObjectEvents:
         """Return the attributes that units or glue assign, and those whose objects units change."""
         before = self.attributes
         now = attributes_of(self._modules).keys() | {key for key, held in before.items() if isinstance(held, Variable)}
-        return tuple(sorted(set(leading(before, self.found() - self.between.keys())) & now | self.reassigned()))
+        return tuple(sorted(set(keys_leading_to(before, self.found() - self.between.keys())) & now | self.reassigned()))
 
     def last_change(self, key: Key) -> int:
         """Return the last node that changed what an attribute or variable leads to; -1: none that is known."""

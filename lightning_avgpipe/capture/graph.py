@@ -133,14 +133,14 @@ class Leaf:
         free_use: position of the first free glue that computes with it, on every stage that gets that far; None if
             there is no such use.
         nodes: indices of the nodes that take it.
-        kept: whether the result, ``self.log`` or a metric needs it.
+        needed_by_result: whether the result, ``self.log`` or a metric needs it.
     """
 
     name: str
     nbytes: int
     free_use: int | None = None
     nodes: tuple[int, ...] = ()
-    kept: bool = False
+    needed_by_result: bool = False
 
 
 class GeneratorUse(NamedTuple):
@@ -188,7 +188,7 @@ class CallGraph:
         step: name of the step function, such as ``training_step``.
         nodes: all nodes, in program order.
         values: everything that flows between nodes.
-        kept: values that the result, ``self.log`` or a metric needs; they are sent on to the last stage.
+        observed: values that the result, ``self.log`` or a metric needs; they are sent on to the last stage.
         units: paths of the submodules that are never split, called or not.
         resident: units that run on one stage even when they depend on the batch alone (they own parameters or state, or
             draw random numbers); every other unit that depends on no value is free.
@@ -235,7 +235,7 @@ class CallGraph:
     step: str
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
-    kept: frozenset[int]
+    observed: frozenset[int]
     units: tuple[str, ...]
     resident: frozenset[str]
     drawing: frozenset[str] = frozenset()
@@ -289,7 +289,7 @@ class CallGraph:
         return frozenset(call.path for _, call in self._questions if call.path)
 
     @cached_property
-    def deciding(self) -> tuple[str | None, ...]:
+    def data_dependent_modules(self) -> tuple[str | None, ...]:
         """For each position 0..len(nodes), the followed module in which numbers of values may decide what runs there.
 
         It is given by its path, which is empty for the step's own code. None: nothing depends on numbers there.
@@ -309,7 +309,7 @@ class CallGraph:
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
 
     @cached_property
-    def expected_at(self) -> dict[str, int]:
+    def position_of_uncalled(self) -> dict[str, int]:
         """The node after which a later batch may call an uncalled module, by name of the module or its parameter.
 
         It is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
@@ -345,7 +345,7 @@ class CallGraph:
             written = (value for _, value, _ in node.writes)
             for value in (*node.inputs, *written, *made):
                 last[value] = node.index
-        for value in self.kept:
+        for value in self.observed:
             last[value] = len(self.nodes)
         return tuple(last)
 
@@ -361,7 +361,7 @@ class CallGraph:
 
         def needs(leaf: Leaf) -> bool:
             computes = leaf.free_use is not None and leaf.free_use <= end  # the stage executes free glue up to its end
-            return computes or (last and leaf.kept) or any(start <= node < end for node in leaf.nodes)
+            return computes or (last and leaf.needed_by_result) or any(start <= node < end for node in leaf.nodes)
 
         return tuple(leaf for leaf in self.leaves if self.batch_writes or needs(leaf))
 
@@ -419,7 +419,7 @@ class CallGraph:
     @cached_property
     def _spans(self) -> list[PinnedNodes]:
         """The spans of nodes that use what the step changes. (Unchanged parameters may be copied to other stages.)"""
-        return spans(self.nodes, self.kept)
+        return spans(self.nodes, self.observed)
 
     @cached_property
     def upkeep(self) -> dict[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.calls import Calls
-from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
+from lightning_avgpipe.capture.draft import END_OF_STEP, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.named_state import NamedState
 from lightning_avgpipe.capture.tracer import LIKE, function_name
@@ -217,7 +217,7 @@ class HiddenTensors:
             unit: path of the unit, if the operation is the call of one.
         """
         nodes = self._draft.nodes
-        end = ANYWHERE if everywhere else len(nodes)
+        end = END_OF_STEP if everywhere else len(nodes)
         pins: list[Pin] = []
         for tensor in tensors:
             birth = self.provenance.birth(tensor)

@@ -40,7 +40,7 @@ from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.state.untouched import Untouched, random_state
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of, visiting
-from lightning_avgpipe.utils.output import heard
+from lightning_avgpipe.utils.output import unmuted_stream
 from lightning_avgpipe.utils.patching import itself
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
@@ -96,7 +96,10 @@ def measure(
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     before = Untouched(module, graph.changed)
     total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    bars: dict[str, Any] = {"disable": None if shows else True, "file": heard(sys.stderr)}  # None: unless a terminal
+    bars: dict[str, Any] = {
+        "disable": None if shows else True,
+        "file": unmuted_stream(sys.stderr),
+    }  # None: unless a terminal
     with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, **bars) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
@@ -108,7 +111,7 @@ def measure(
                 timer.visiting(module),
                 timer.following(compiled=not graph.drawing),
             ):
-                timer.handed_out(run(*batch))
+                timer.with_state_copied(run(*batch))
             timer.check_finished()
             now = time.perf_counter()
             if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
@@ -132,7 +135,7 @@ class _Timer(StepTracer):
         bar: progress bar.
     """
 
-    rehearses = True
+    is_dry_run = True
 
     def __init__(self, trial: NodeTrial, bar: tqdm) -> None:
         self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
@@ -166,7 +169,7 @@ class _Timer(StepTracer):
         tensors = tensor_arguments(args, kwargs)
         if not self._any_known(tensors) and not any(id(t) in self._owned for t in tensors):
             return func(*args, **kwargs)
-        with visiting([t for t in tensors if id(t) in self._away], self._device):
+        with visiting([t for t in tensors if id(t) in self._offloaded], self._device):
             return self._node(Operation("glue", function_name(func), func, args, kwargs, tensors))
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.draft import ANYWHERE
+from lightning_avgpipe.capture.draft import END_OF_STEP
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.state.writes import Changes
 from lightning_avgpipe.utils.device import visiting
@@ -135,7 +135,7 @@ class NamedState:
                 self.by_glue.add(name)
                 first = next((node.index for node in nodes if name in node.states), 0)
                 what = f"the step assigns a new tensor to the buffer '{name}', which the last stage alone can do"
-                yield first + 1, ANYWHERE, f"{what}; write into it instead (copy_)"
+                yield first + 1, END_OF_STEP, f"{what}; write into it instead (copy_)"
 
     def find_shared(self, nodes: Sequence[Node]) -> None:
         """Add to :attr:`by_glue` the state that a unit changes and that glue, or another call of a unit, uses too."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_avgpipe.capture.draft import ANYWHERE
+from lightning_avgpipe.capture.draft import END_OF_STEP
 from lightning_avgpipe.state.outside import loads_of, variables
 
 Key = tuple[str, str]  # path of a module and name of an attribute or buffer; or "" and the full name of a variable
@@ -58,7 +58,7 @@ class Read(NamedTuple):
     def apart_from(self, node: int) -> tuple[int, int]:
         """Return the first and last position at which a cut would part the read from a change by a node."""
         if not self.in_unit:  # every stage that gets that far reads it
-            return max(1, min(self.position, node + 1)), ANYWHERE
+            return max(1, min(self.position, node + 1)), END_OF_STEP
         return min(node, self.position) + 1, max(node, self.position)
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
-from lightning_avgpipe.capture.draft import ANYWHERE, Draft
+from lightning_avgpipe.capture.draft import END_OF_STEP, Draft
 from lightning_avgpipe.capture.effects import Effects
 from lightning_avgpipe.capture.flop_counter import recurrent_flops
 from lightning_avgpipe.capture.graph import Node
@@ -21,7 +21,7 @@ from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState, StateCopies
 from lightning_avgpipe.capture.operation import HOOKING
 from lightning_avgpipe.capture.saved import SavedTensors
-from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
+from lightning_avgpipe.capture.tracer import METADATA, STAGE_DEPENDENT_METADATA, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -116,7 +116,7 @@ class StepRecorder(StepTracer):
         hidden: record of tensors that units leave behind.
     """
 
-    rehearses = True
+    is_dry_run = True
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class StepRecorder(StepTracer):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         if func in METADATA and not self._inside:
-            self.draft.described(func, args[:1])
-            if func in STAGE_QUESTIONS:
+            self.draft.note_metadata_read(func, args[:1])
+            if func in STAGE_DEPENDENT_METADATA:
                 self._pin_answer(func, args, kwargs or {}, result)
         return result
 
@@ -167,7 +167,7 @@ class StepRecorder(StepTracer):
         if not alike:
             maker = self.draft.maker(value)
             self.draft.pin(
-                maker.index + 1, ANYWHERE,
+                maker.index + 1, END_OF_STEP,
                 f"the step asks at {source_line()} for {name} of the result of {maker}, which only its own stage "
                 "knows; ask within the unit, and return the answer",
             )  # fmt: skip
@@ -178,7 +178,7 @@ class StepRecorder(StepTracer):
         draft, provenance, index = self.draft, self.hidden.provenance, self.draft.position()
         if any(id(p) not in self._owned for p in module.parameters()):
             what = f"at {source_line()} unit '{path}' has tensors of the step as its weights"
-            draft.pin(0, ANYWHERE, f"{what}; compute and use them in the forward of one submodule")
+            draft.pin(0, END_OF_STEP, f"{what}; compute and use them in the forward of one submodule")
         self._pin_mode()
         exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
         modules = [*module.modules()] if exports else []
@@ -237,7 +237,13 @@ class StepRecorder(StepTracer):
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, watch.flops, _Asking() as asking:
+        with (
+            self.effects.objects.watching_unit() as objects_changed,
+            provenance,
+            seeding,
+            watch.flops,
+            _Asking() as asking,
+        ):
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
@@ -273,7 +279,7 @@ class StepRecorder(StepTracer):
         self._pin_asked(own.asked, "a checkpointed region", ())
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
-            draft.pin(node.index + 1, ANYWHERE, what)
+            draft.pin(node.index + 1, END_OF_STEP, what)
         draft.add(node, given, tensors, versions, saved)
         return result
 
@@ -281,7 +287,7 @@ class StepRecorder(StepTracer):
         """Return the random generators among the arguments that the step has made."""
         found = Snapshot((args, kwargs), opaque="generators")
         chosen = self.effects.generators.given(found, "")
-        return found.among([id(one) for i, one in enumerate(found.opaque) if i in chosen])
+        return found.restricted_to([id(one) for i, one in enumerate(found.opaque) if i in chosen])
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()
@@ -339,26 +345,26 @@ class StepRecorder(StepTracer):
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> tuple[Any, list[str], dict[int, int]]:
         """Run a glue function; return its result, the names of the state that it changes, and what it saves."""
-        away = [t for t in tensors if id(t) in self._away]
+        away = [t for t in tensors if id(t) in self._offloaded]
         with self.state.visiting(away), self._saving(away) as saved:
             if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
             self.state.changes.begin()
             result = func(*args, **kwargs)
-            if self.state.changes.strange or self.effects.objects.written(self.state.changes.viewed):
+            if self.state.changes.wrote_unknown or self.effects.objects.written(self.state.changes.unnamed_views):
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before), saved
 
     def _saving(self, visitors: Sequence[Tensor] = ()) -> AbstractContextManager[dict[int, int]]:
-        """Note what a node saves, as :meth:`SavedTensors.noted`; within a checkpointed region it saves nothing."""
-        return nullcontext({}) if self._regions else self._saved.noted(visitors)
+        """Note what a node saves, as :meth:`SavedTensors.recording`; within a checkpointed region it saves nothing."""
+        return nullcontext({}) if self._regions else self._saved.recording(visitors)
 
     def _pin_mode(self) -> None:
         """Forbid cuts after a node that runs in a mode of the user, which would not see it on stages that skip it."""
         if (mode := self.mode()) is not None:
             self.draft.pin(
-                self.draft.position() + 1, ANYWHERE,
+                self.draft.position() + 1, END_OF_STEP,
                 f"at {source_line()} the step is in a {mode}, which would see only what runs on its own stage; enter "
                 "it in the forward of a submodule",
             )  # fmt: skip
@@ -367,17 +373,17 @@ class StepRecorder(StepTracer):
         """Forbid cuts that would separate certain functions from other nodes."""
         if any(map(is_transformed, [*tensors, *tree.tensors(result)])):
             reason = f"what is computed by torch.vmap or torch.func at {source_line()} cannot be followed out of it"
-            self.draft.pin(self.draft.position() + 1, ANYWHERE, reason)
+            self.draft.pin(self.draft.position() + 1, END_OF_STEP, reason)
         if name == "data.__get__" and id(tensors[0]) in self._owned and is_copying():
             self.draft.pin(
-                0, ANYWHERE,
+                0, END_OF_STEP,
                 f"the step copies '{self._owned[id(tensors[0])]}' with copy.deepcopy at {source_line()}, which its own "
                 "stage alone can do; copy it in __init__, or in a hook such as on_train_batch_start",
             )  # fmt: skip
         if name in ("backward", "grad"):
             instead = "; call it in the forward of a submodule that computes what it differentiates"
             what = f"the step calls {name}() itself at {source_line()}"
-            self.draft.pin(0, ANYWHERE, what + (instead if name == "grad" else ""))
+            self.draft.pin(0, END_OF_STEP, what + (instead if name == "grad" else ""))
         if name.endswith(".apply"):  # its backward may compare its inputs with parameters
             self._pin_handed_out(tensors, f"{name}()")
 
@@ -391,7 +397,7 @@ class StepRecorder(StepTracer):
             )
         maker = self.draft.maker(value)
         self.draft.pin(
-            maker.index + 1, ANYWHERE,
+            maker.index + 1, END_OF_STEP,
             f"{name}() at {source_line()} asks for the gradient of the result of {maker}, which only its own stage "
             "gets; ask within the unit, or change the gradient by a torch.autograd.Function",
         )  # fmt: skip
@@ -440,7 +446,7 @@ class StepRecorder(StepTracer):
         names = {name for tensor in tree.tensors(result) for name in vars(tensor) if not name.startswith("_")}
         if names:
             self.draft.pin(
-                self.draft.position() + 1, ANYWHERE,
+                self.draft.position() + 1, END_OF_STEP,
                 f"unit '{path}', called at {source_line()}, returns a tensor with an attribute '{min(names)}', which "
                 "does not travel to another stage with its numbers; return it beside the tensor",
             )  # fmt: skip
@@ -448,8 +454,8 @@ class StepRecorder(StepTracer):
     def _pin_strange(self, name: str) -> None:
         """Forbid all cuts because of a lasting tensor without a name, which stages and checkpoints cannot find."""
         self.draft.pin(
-            0, ANYWHERE, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is "
-                         "no parameter or buffer; make it one with register_buffer",
+            0, END_OF_STEP, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and "
+                         "is no parameter or buffer; make it one with register_buffer",
         )  # fmt: skip
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:
@@ -463,7 +469,7 @@ class StepRecorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
-        with self.effects.objects.elsewhere():  # changes by self.log and metrics do not count
+        with self.effects.objects.watching_unit():  # changes by self.log and metrics do not count
             result = run(*args, **kwargs)
         self.effects.attributes.ignore_unseen()
         return result

@@ -26,7 +26,7 @@ class SavedTensors:
         self._noted: list[Any] = []  # weak references, which keep the address of a freed storage from being reused
 
     @contextlib.contextmanager
-    def noted(self, visitors: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
+    def recording(self, visitors: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
         """Yield a dict that gets the storages which are saved within this context, ``address -> bytes``.
 
         The addresses are unique until a context is entered again.

@@ -71,14 +71,14 @@ METADATA: frozenset[Any] = frozenset(
     )
 )
 # Descriptions of a value that are unknown, or may differ, on a stage that receives the value or does not have it.
-STAGE_QUESTIONS = METADATA.intersection(
+STAGE_DEPENDENT_METADATA = METADATA.intersection(
     _functions(
         ("output_nr", "is_leaf", "grad_fn", "retains_grad", "_version", "_backward_hooks"),
         ("stride", "storage_offset", "dim_order", "is_contiguous", "is_conj", "is_neg", "is_inference", "is_shared"),
     )
 )
 # Functions that return the device of a tensor.
-DEVICE_QUESTIONS = _functions(("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta"), ("get_device",))
+DEVICE_METADATA = _functions(("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta"), ("get_device",))
 
 
 # Marks a sparse tensor as coalesced. Graph libraries call it for every sparse tensor that they get.
@@ -151,26 +151,26 @@ class StepTracer(TorchFunctionMode):
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
         place: device on which the step computes; None: where its parameters are.
-        away: ids of the tensors that are moved to this device only while something uses them.
+        offloaded: ids of the tensors that are moved to this device only while something uses them.
 
     Attributes:
         known: tensors that came out of nodes, with their values.
-        rehearses: whether this execution only gathers information about the step, and trains nothing.
+        is_dry_run: whether this execution only gathers information about the step, and trains nothing.
         has_left: whether a stage has left the step before its end.
     """
 
-    rehearses = False
+    is_dry_run = False
 
     def __init__(
         self,
         units: Mapping[int, str],
         owned: Mapping[int, str],
         place: torch.device | None = None,
-        away: Container[int] = (),
+        offloaded: Container[int] = (),
     ) -> None:
         super().__init__()
         self._place = place
-        self._away = away
+        self._offloaded = offloaded
         self._units = units
         self._owned = owned
         self._inside = False  # whether a unit or the work of a node is running, so that nothing is followed
@@ -186,7 +186,7 @@ class StepTracer(TorchFunctionMode):
     @property
     def mutes(self) -> bool:
         """Whether the step's output (prints, warnings, logs) is ever muted, since another execution shows it too."""
-        return self.rehearses
+        return self.is_dry_run
 
     def is_muted(self) -> bool:
         """Return whether output is muted now."""
@@ -215,16 +215,16 @@ class StepTracer(TorchFunctionMode):
         """Handle a call that only looks at values (``self.log``, a metric); ``run`` executes it."""
 
     def visiting(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Move all tensors of a module but those that are ``away`` to the step's device within this context."""
-        return visiting([t for t in tensors_of(module) if id(t) not in self._away], self._place)
+        """Move all tensors of a module but those that are ``offloaded`` to the step's device within this context."""
+        return visiting([t for t in tensors_of(module) if id(t) not in self._offloaded], self._place)
 
     def observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let ``run(*args, **kwargs)`` look at values of the step."""
-        args, kwargs = self.handed_out((args, kwargs))
-        with self.aside():
+        args, kwargs = self.with_state_copied((args, kwargs))
+        with self.paused():
             return self.on_observe(run, args, kwargs)
 
-    def handed_out(self, values: Any) -> Any:
+    def with_state_copied(self, values: Any) -> Any:
         """Return what the step logs or returns, with copies of the parameters and buffers in it.
 
         Returning a parameter is a use of it, but only torch functions are seen as uses. The copy makes one, so that the
@@ -245,10 +245,10 @@ class StepTracer(TorchFunctionMode):
         return None if tracer is None or tracer._inside else tracer
 
     @staticmethod
-    def is_rehearsing() -> bool:
+    def in_dry_run() -> bool:
         """Return whether this thread's step only runs to gather information, even while a unit is running."""
         tracer = _following.tracer
-        return tracer is not None and tracer.rehearses
+        return tracer is not None and tracer.is_dry_run
 
     def is_inside(self) -> bool:
         """Return whether a unit or the work of a node is running, so that nothing is followed."""
@@ -270,7 +270,12 @@ class StepTracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
-            if not self._inside and self._place is not None and func in DEVICE_QUESTIONS and id(args[0]) in self._away:
+            if (
+                not self._inside
+                and self._place is not None
+                and func in DEVICE_METADATA
+                and id(args[0]) in self._offloaded
+            ):
                 args = (torch.empty(0, device=self._place),)  # answers with the device on which the step computes
             return func(*args, **(kwargs or {}))
         if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # would count as a change, but is none
@@ -371,12 +376,12 @@ class StepTracer(TorchFunctionMode):
         strange = (m for m in operation_modes() if m is not self and id(m) not in self._modes)
         return next((type(m).__qualname__ for m in strange), None)
 
-    def aside(self) -> _Aside:
+    def paused(self) -> _Aside:
         """Follow nothing within this context: a unit, or one glue operation, runs as usual."""
         return _Aside(self)
 
     def executing(self) -> contextlib.AbstractContextManager[None]:
-        """Run a unit within this context, inside of :meth:`aside`, compiled if :meth:`following` allows that."""
+        """Run a unit within this context, inside of :meth:`paused`, compiled if :meth:`following` allows that."""
         return _NOTHING if self._eager is None or not self._bare else self._executing(self._eager)
 
     @contextlib.contextmanager
@@ -537,7 +542,7 @@ def _follow(tracer: StepTracer, module: nn.Module, *args: Any, **kwargs: Any) ->
         return call_module(module, *args, **kwargs)
     if module._forward_hooks:
         return _call_with_hooks(tracer, module, path, args, kwargs)
-    with tracer.aside():
+    with tracer.paused():
         return tracer.on_call(module, path, partial(call_module, module), args, kwargs)
 
 
@@ -546,7 +551,7 @@ def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any
     forward = module.forward
 
     def unit(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        with tracer.aside():
+        with tracer.paused():
             return tracer.on_call(module, path, forward, inner_args, inner_kwargs)
 
     with replaced(module, "forward", unit):
@@ -558,14 +563,14 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     tracer, watcher = _following.tracer, _following.watcher
     run = _apply_function.__get__(None, function)
     if function is _keeping_inputs:
-        with contextlib.nullcontext() if tracer is None or tracer._inside else tracer.aside():
+        with contextlib.nullcontext() if tracer is None or tracer._inside else tracer.paused():
             return run(*args, **kwargs)
     checkpoints = function is checkpoint.CheckpointFunction
     if checkpoints and watcher is not None:
         args = (watcher.repeatable(args[0], calls_before=1), *args[1:])
     if tracer is None or tracer._inside:
         return run(*args, **kwargs) if checkpoints or watcher is None else watcher.opaque(run, args, kwargs)
-    with tracer.aside():
+    with tracer.paused():
         if checkpoints:
             return tracer.on_region(run, args, kwargs)
         with tracer.executing():
@@ -577,7 +582,7 @@ def _call_script(function: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) 
     tracer, run = _following.tracer, partial(_script_function, function)
     if tracer is None or tracer._inside:
         return run(*args, **kwargs)  # type: ignore[call-arg]
-    with tracer.aside(), tracer.executing():
+    with tracer.paused(), tracer.executing():
         return tracer.on_glue(_named(run, str(function.name)), args, kwargs)
 
 

@@ -54,7 +54,7 @@ def compressed_bytes(shape: Sequence[int], wire: Format) -> int:
     return math.prod(shape[:-1]) * _row_bytes(shape[-1], wire)
 
 
-def least_that_hides(values: Iterable[Value], per_byte: float, behind: float) -> Format | None:
+def mildest_hidden_format(values: Iterable[Value], per_byte: float, behind: float) -> Format | None:
     """Return the most precise format in which the transfer is hidden by computation, or else the smallest format.
 
     A link carries the values of one micro-batch while the slowest stage runs one forward and one backward. A transfer

@@ -132,7 +132,7 @@ class BatchStream:
 
     def _receive(self, inbox: Inbox) -> None:
         inbox.expect(_POSTED - self._closed - self._posted)
-        stream, requests, item = self._control.hear(inbox, self._doing)
+        stream, requests, item = self._control.receive(inbox, self._doing)
         self._posted = _POSTED - self._closed - 1
         # once an item of the replacing stream has arrived, no more items of the abandoned one can
         self._given_up = {old: new for old, new in self._given_up.items() if new > stream}

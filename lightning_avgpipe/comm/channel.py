@@ -39,13 +39,13 @@ class Traffic:
 class Inbox(Protocol):
     """The receiving end of a channel."""
 
-    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+    def expect(self, count: int, observers: Sequence[Traffic] = (), forward_to: Outbox | None = None) -> None:
         """Announce that ``count`` messages will come, so that they are received in advance.
 
         Args:
             count: number of messages.
             observers: notified when each of them arrives.
-            onwards: channel to which each message is also forwarded; None: it is not forwarded.
+            forward_to: channel to which each message is also forwarded; None: it is not forwarded.
         """
 
     def ready(self) -> bool:
@@ -67,21 +67,21 @@ class MemoryChannel:
 
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
-        self._onwards: Outbox | None = None
+        self._forward_to: Outbox | None = None
         self._relayed = 0  # number of messages that are still to be forwarded
 
-    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Forward the next ``count`` messages, including queued ones, to ``onwards``; without it, do nothing."""
-        if onwards is not None:
-            self._onwards, self._relayed = onwards, count
+    def expect(self, count: int, observers: Sequence[Traffic] = (), forward_to: Outbox | None = None) -> None:
+        """Forward the next ``count`` messages, including queued ones, to ``forward_to``; without it, do nothing."""
+        if forward_to is not None:
+            self._forward_to, self._relayed = forward_to, count
             for message in self._queue:
                 self._relay(message)
 
     def _relay(self, message: Message) -> None:
         if self._relayed:
-            assert self._onwards is not None
+            assert self._forward_to is not None
             self._relayed -= 1
-            self._onwards.put(message.copied())  # either stage may change its tensors in place
+            self._forward_to.put(message.copied())  # either stage may change its tensors in place
 
     def ready(self) -> bool:
         """Return whether a message is queued."""
@@ -99,7 +99,7 @@ class MemoryChannel:
     def close(self, join_s: float = 0.0) -> None:
         """Drop the queued messages, and stop forwarding."""
         self._queue.clear()
-        self._onwards, self._relayed = None, 0
+        self._forward_to, self._relayed = None, 0
 
 
 class TurnsInbox:
@@ -113,9 +113,9 @@ class TurnsInbox:
         self._turns = turns
         self._expected: deque[Inbox] = deque()
 
-    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+    def expect(self, count: int, observers: Sequence[Traffic] = (), forward_to: Outbox | None = None) -> None:
         """Post the receives of the ``count`` messages of an iteration."""
-        assert onwards is None  # messages are forwarded only between stages without replicas
+        assert forward_to is None  # messages are forwarded only between stages without replicas
         self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
         inboxes = {id(inbox): inbox for inbox in self._expected}
         for number, messages in Counter(map(id, self._expected)).items():

@@ -230,7 +230,7 @@ class Cluster:
             store,
             process.timeout_s,
             arrivals,
-            gathers=self.world.rank == 0 or (self.reads and self.stage_map.num_groups == 1),
+            collects_requests=self.world.rank == 0 or (self.reads and self.stage_map.num_groups == 1),
             keeper=keeper,
             deaths=process.deaths,
         )

@@ -276,7 +276,7 @@ class Numbering:
         return len(self._structures) < _MAX_NUMBERED
 
 
-class Numbered:
+class ReceivedStructures:
     """The numbered structures and channels at the receiving end of a connection."""
 
     def __init__(self) -> None:
@@ -356,7 +356,7 @@ class FrameReader:
     def __init__(self, device: torch.device) -> None:
         self.usual: Structure | None = None
         self._device = device
-        self._numbered = Numbered()
+        self._numbered = ReceivedStructures()
 
     @staticmethod
     def missing(frame: Tensor) -> int:

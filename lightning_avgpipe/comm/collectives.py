@@ -272,19 +272,20 @@ class TensorCollectives:
     Args:
         members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first
             one is in the first group.
-        number: number that tells the models of this process's group from those of others; None: the rank among members.
+        group_number: number that tells the models of this process's group from those of others; None: the rank among
+            members.
 
     Attributes:
         members: as given.
-        number: as given.
+        group_number: as given.
         on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
         count: number of groups.
         present: number of groups that took part in the last finished sum; all of them, unless groups may be absent.
     """
 
-    def __init__(self, members: Collectives, number: int | None = None) -> None:
+    def __init__(self, members: Collectives, group_number: int | None = None) -> None:
         self.members, self.on_host, self.count = members, members.party.on_host, members.world_size
-        self.number, self.present = members.rank if number is None else number, self.count
+        self.group_number, self.present = members.rank if group_number is None else group_number, self.count
 
     def begin(self, ensemble: Any) -> None:
         """Prepare to train the models of an ensemble. Groups that start together have nothing to exchange for this.
@@ -321,7 +322,7 @@ class TensorCollectives:
 
         Args and result are those of :meth:`begin_sum`.
         """
-        for tensor in tensors if self.number else ():
+        for tensor in tensors if self.group_number else ():
             tensor.zero_()
         return self.begin_sum(tensors)
 
@@ -339,7 +340,7 @@ class TensorCollectives:
         Returns:
             A function that waits for the sums and puts them into the tensors.
         """
-        key = replace(key, pipeline=self.number)
+        key = replace(key, pipeline=self.group_number)
         messages = [compressed(Message(0, (tensor,)), wire, key, name) for name, tensor in tensors.items()]
         parts = [part.contiguous() for message in messages for part in message.tensors if part is not None]
         forms = [TensorForm.of(part) for part in parts]

@@ -75,7 +75,7 @@ class ControlChannel:
         """Return whether rank 0's next item has arrived, after :meth:`expect`; on rank 0 it is always True."""
         return self._source is None or self._source.ready()
 
-    def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
+    def broadcast(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
         """Send an item from rank 0 to all processes of its group, and return this item on all of them.
 
         Args:
@@ -85,7 +85,7 @@ class ControlChannel:
         self._waits.watch.check()
         if self._source is not None:
             self.expect()
-            item, requests = self.hear(self._source, "waits for rank 0's news")
+            item, requests = self.receive(self._source, "waits for rank 0's news")
             self._expects = False
         else:
             requests = self.requests() if requests is None else requests
@@ -103,15 +103,15 @@ class ControlChannel:
             own: any tree of tensors and picklable leaves; ignored except on rank 0 of each group.
         """
         if self._num_groups == 1 or self._source is not None:
-            return self.publish((common, own))  # type: ignore[return-value]
+            return self.broadcast((common, own))  # type: ignore[return-value]
         self._waits.watch.check()
         if self._relay_source is None:
             requests = self._waits.watch.requests
             _send((common, requests), self._relay_out)
         else:
             self._relay_source.expect(1)
-            common, requests = self.hear(self._relay_source, "waits for rank 0's news")
-        return self.publish((common, own), requests)  # type: ignore[return-value]
+            common, requests = self.receive(self._relay_source, "waits for rank 0's news")
+        return self.broadcast((common, own), requests)  # type: ignore[return-value]
 
     def report(self, item: T) -> list[tuple[int, T]]:
         """Send an item to rank 0 without waiting. Every process calls it equally often.
@@ -159,7 +159,7 @@ class ControlChannel:
         """Return whether the processes have agreed on a request."""
         return request in self._agreed
 
-    def hear(self, inbox: Inbox, doing: str) -> Any:
+    def receive(self, inbox: Inbox, doing: str) -> Any:
         """Wait for the next item of a channel, and return it."""
         self._waits.until(inbox.ready, doing)
         return unpack(inbox.get())

@@ -57,7 +57,7 @@ from lightning_avgpipe.comm.codec import (
 )
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
-from lightning_avgpipe.comm.transfer import Arrivals, begun, ended, is_broken_connection
+from lightning_avgpipe.comm.transfer import Arrivals, finish_transfer, is_broken_connection, start_transfer
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
@@ -96,7 +96,7 @@ class Passage:
     def __init__(self) -> None:
         self._parts: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
-    def came(self, error: Exception | None = None) -> None:
+    def arrived(self, error: Exception | None = None) -> None:
         """Note that the next part has arrived or, with an error, that no more will."""
         self._parts.put(error)
 
@@ -125,7 +125,8 @@ class Posted:
 
     Attributes:
         packet: packet to receive.
-        flat: host memory that receives its bytes; None if a device receives them when :meth:`Wire.land` is called.
+        flat: host memory that receives its bytes; None if a device receives them when :meth:`Wire.finish_receive` is
+            called.
         works: works of the transfer.
     """
 
@@ -199,7 +200,7 @@ class Wire:
         with self.port.on_stream(self.stream):
             for tensor in message.tensors:
                 if tensor is not None and not tensor.is_cpu:  # its owner may free it before it has been read
-                    self.port.hand_over(tensor)
+                    self.port.record_use(tensor)
             self.stream.wait_event(ready)
             flats = [packet.packed(message) for packet in packets]
             if self._between is None:
@@ -222,11 +223,11 @@ class Wire:
                 passage.wait()
             return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
 
-        return begun(send_part, flat, pieces)
+        return start_transfer(send_part, flat, pieces)
 
     def end(self, works: Sequence[Any]) -> None:
         """Wait until a transfer on the host is done."""
-        ended(works, self.arrivals.moved)
+        finish_transfer(works, self.arrivals.moved)
 
     def follow_sends(self) -> None:
         """Make the wire's stream wait for the sends between devices that were started, to time them or to finish."""
@@ -234,22 +235,22 @@ class Wire:
             work, flat = self._sending.popleft()
             with self.port.on_stream(self.stream):
                 work.wait()  # blocks the stream, not the host
-                self.port.hand_over(flat)
+                self.port.record_use(flat)
 
-    def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
+    def start_receive(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
         """Start to receive bytes on the host, and return works for :meth:`end`."""
         own = self._first_tag + tag
-        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
+        return start_transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
 
     def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
-        """Post the receive of a packet; between devices it is posted later, by :meth:`land`."""
+        """Post the receive of a packet; between devices it is posted later, by :meth:`finish_receive`."""
         on_host = packet.on_host or self.port.is_host
         if not on_host and self._between is not None:
             return Posted(packet, None, ())
         flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host, device="cpu")
-        return Posted(packet, flat, self.take(flat, pieces, tag))
+        return Posted(packet, flat, self.start_receive(flat, pieces, tag))
 
-    def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
+    def finish_receive(self, posted: Posted, passage: Passage | None = None) -> Tensor:
         """Wait for a packet and return its bytes. A passage, if given, is notified of each part, to forward it.
 
         On a device the bytes are valid once the wire's stream reaches this point.
@@ -258,9 +259,9 @@ class Wire:
         def moved() -> None:
             self.arrivals.moved()
             if passage is not None:
-                passage.came()
+                passage.arrived()
 
-        ended(posted.works, moved)
+        finish_transfer(posted.works, moved)
         if posted.flat is not None and (posted.packet.on_host or self.stream is None):
             return posted.flat
         with self.port.on_stream(self.stream):
@@ -510,7 +511,7 @@ class Receiver:
         owed = sum(len(inbox.expected) for inbox in self._inboxes.values())
         while len(self._frames) < min(owed, _MOST_FRAMES):
             frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
-            self._frames.append((frame, self.wire.take(frame, tag=FRAMES)))
+            self._frames.append((frame, self.wire.start_receive(frame, tag=FRAMES)))
 
     def _post(self, structure: Structure) -> list[Posted]:
         _, packets = structure.packets
@@ -534,17 +535,17 @@ class Receiver:
         rest = None
         if missing := self._reader.missing(frame):
             rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
-            self.wire.end(self.wire.take(rest, tag=REST))
+            self.wire.end(self.wire.start_receive(rest, tag=REST))
         opened = self._reader.read(frame, rest)
         self._receiving, posted = opened.route, self._posted.pop(opened.structure.tag, None)
         if posted is None:  # not in advance
             posted = self._post(opened.structure)
         passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
         try:
-            flats = [self.wire.land(one, passage) for one in posted]
+            flats = [self.wire.finish_receive(one, passage) for one in posted]
         except Exception as error:
             if passage is not None:
-                passage.came(error)
+                passage.arrived(error)
             raise
         message, event = opened.message(flats), None
         if any(tensor is not None and not tensor.is_cpu for tensor in message.tensors):
@@ -592,10 +593,11 @@ class NetworkInbox:
         self.early: deque[tuple[Message, Any, float | None]] = deque()
         self.arrived: deque[tuple[Message, Any]] = deque()
 
-    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Post the receives of ``count`` messages, which are reported to the observers and forwarded to ``onwards``."""
-        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
-        self._receiver.expect(self, [(observers, onwards)] * count)
+    def expect(self, count: int, observers: Sequence[Traffic] = (), forward_to: Outbox | None = None) -> None:
+        """Post the receives of ``count`` messages, reported to the observers and forwarded to ``forward_to``."""
+        # no neighbour of the stage is in this process
+        assert forward_to is None or isinstance(forward_to, NetworkOutbox)
+        self._receiver.expect(self, [(observers, forward_to)] * count)
 
     def hand_in(self, stream: Any = None, passed: bool = False) -> None:
         """Move expected messages from early to arrived, in order, and forward them unless they have ``passed`` on."""
@@ -621,7 +623,7 @@ class NetworkInbox:
             port.current_stream().wait_event(event)
             for tensor in message.tensors:
                 if tensor is not None and not tensor.is_cpu:
-                    port.hand_over(tensor)
+                    port.record_use(tensor)
         return message
 
     def close(self, join_s: float) -> None:

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.channel import Traffic
-from lightning_avgpipe.comm.codec import Numbered, Numbering, Structure, aligned
+from lightning_avgpipe.comm.codec import Numbering, ReceivedStructures, Structure, aligned
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Outgoing, lost_connection
 from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.comm.transfer import Arrivals, close_all
@@ -173,8 +173,8 @@ class Mailbox:
         self._lock = threading.RLock()  # threads of lines may put messages that they forward
         self._opening = 0
         # what has arrived, by opening, since the other end may be ahead; including channels that are not open yet
-        self._readings: defaultdict[int, tuple[Numbered, dict[Route, NetworkInbox]]]
-        self._readings = defaultdict(lambda: (Numbered(), {}))
+        self._readings: defaultdict[int, tuple[ReceivedStructures, dict[Route, NetworkInbox]]]
+        self._readings = defaultdict(lambda: (ReceivedStructures(), {}))
         self._numbering = Numbering()
         self._queue: deque[Outgoing] = deque()
         self._places = Places()
@@ -320,12 +320,12 @@ class Mailbox:
             opening, first, text, nbytes, number, channel, micro_batch, out, asks, at_s = _RECORD.unpack(record)
             self._places.release(out)
             if nbytes:
-                self._take_in(opening, first, text, number, channel, micro_batch, at_s)
+                self._receive(opening, first, text, number, channel, micro_batch, at_s)
                 self._out += 1
             if asks:
                 self._tell()
 
-    def _take_in(
+    def _receive(
         self, opening: int, first: int, nbytes: int, number: int, channel: int, micro_batch: int, at_s: float
     ) -> None:
         if opening < self._opening or (opening == self._opening and not self.routes):

@@ -41,11 +41,11 @@ class Message(NamedTuple):
         tensors: values in the order of the program, or one gradient for each value that requires one; None for a value
             on which the loss does not depend.
         requires_grad: for values, which of them require a gradient.
-        entries: for values, what the nodes before the cut returned; fewer nodes if the step has ended before the cut.
-            For gradients, whether the step skipped the micro-batch, so that there is no loss.
+        descriptions: for values, what the nodes before the cut returned; fewer nodes if the step has ended before the
+            cut. For gradients, whether the step skipped the micro-batch, so that there is no loss.
         abandoned: whether the sender has abandoned the iteration, and has nothing to send.
         forward_only: for values, how many stages, from the first, only run forwards, as far as the sender knows.
-        attested: for values, the requests of the step for the nodes before the cut.
+        requests: for values, the requests of the step for the nodes before the cut.
         segments: minimum number of pieces in which large tensors travel, so that each piece can be forwarded at once.
         decoded: type to which each tensor of a compressed message is decoded; None for a tensor that was not changed.
             Scales come after these tensors. Empty: nothing is compressed.
@@ -54,10 +54,10 @@ class Message(NamedTuple):
     micro_batch: int
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
-    entries: Any = ()
+    descriptions: Any = ()
     abandoned: bool = False
     forward_only: int = 0
-    attested: tuple[Any, ...] = ()
+    requests: tuple[Any, ...] = ()
     segments: int = 1
     decoded: tuple[torch.dtype | None, ...] = ()
 
@@ -92,7 +92,7 @@ def pack(item: Any) -> Message:
 
 def unpack(message: Message) -> Any:
     """Return the tree that :func:`pack` put into a message."""
-    rest, spec = message.entries
+    rest, spec = message.descriptions
     tensors: Iterator[Any] = iter(message.tensors)
     leaves: list[Any] = []
     for leaf in rest:

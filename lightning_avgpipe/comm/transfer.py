@@ -28,11 +28,13 @@ _PIECE_BYTES = 64 * 1024  # smallest part, if a tensor is divided for other reas
 
 
 def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
-    """Send or receive a tensor in parts, and wait until it is done; see :func:`begun` and :func:`ended`."""
-    ended(begun(begin, tensor), moved)
+    """Send or receive a tensor in parts, and wait until it is done; see :func:`start_transfer` and
+    :func:`finish_transfer`.
+    """
+    finish_transfer(start_transfer(begin, tensor), moved)
 
 
-def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
+def start_transfer(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
     """Start to send or receive a tensor in parts, and return the works of the parts. Both ends use the same parts.
 
     Args:
@@ -45,7 +47,7 @@ def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> li
     return [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]
 
 
-def ended(works: Sequence[Any], moved: Callable[[], None]) -> None:
+def finish_transfer(works: Sequence[Any], moved: Callable[[], None]) -> None:
     """Wait until the works of a transfer are done, and report each part as moved."""
     for work in works:
         if work is not None:  # None on a process that takes no part

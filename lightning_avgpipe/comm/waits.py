@@ -72,10 +72,10 @@ class Waits:
                 return
             failure = arrivals.failure
             if failure is not None:
-                watch.look()
+                watch.check_after_round()
                 if not isinstance(failure, PeerError):
                     raise failure
-                raise PeerError(f"{waiting}, but {failure}{watch.account().text}") from failure
+                raise PeerError(f"{waiting}, but {failure}{watch.status_of_all().text}") from failure
             waited_s = time_waited.seconds()
             if self._silent_s < waited_s < limit_s:
                 self._silent_s *= 2
@@ -84,7 +84,7 @@ class Waits:
                     waiting, waited_s, limit_s,
                 )  # fmt: skip
             if waited_s > limit_s:
-                account = watch.account()
+                account = watch.status_of_all()
                 waited_s = min(waited_s, account.idle_s, arrivals.idle_s())
                 if waited_s > limit_s:
                     raise PeerError(
@@ -212,6 +212,6 @@ class Running:
                 return
             if not is_broken_connection(self.error):
                 raise self.error
-            watch.look()
-            lost = f"{watch.name} {self._doing}, but a connection broke: {self.error}{watch.account().text}"
+            watch.check_after_round()
+            lost = f"{watch.name} {self._doing}, but a connection broke: {self.error}{watch.status_of_all().text}"
             raise PeerError(lost) from self.error

@@ -68,7 +68,8 @@ class Watch:
         timeout_s: seconds that the main thread has to react to a failure (at least 5 and at most 30), and the process
             to end after that (at least as long).
         arrivals: woken when a process has failed; knows when the connections of this process last moved bytes.
-        gathers: whether this process forwards requests to the others, and so must read those that others posted.
+        collects_requests: whether this process forwards requests to the others, and so must read those that others
+            posted.
         keeper: name of the process that keeps the store.
         deaths: returns, for each rank that this process started and that has died, how it ended.
 
@@ -84,14 +85,14 @@ class Watch:
         store: dist.Store | None,
         timeout_s: float,
         arrivals: Arrivals,
-        gathers: bool = False,
+        collects_requests: bool = False,
         keeper: str = "",
         deaths: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self.names, self.doing = names, ""
         self._rank, self._store, self._arrivals, self._keeper = rank, store, arrivals, keeper
         self._main = threading.get_ident()
-        self._gathers, self._known, self._posted = gathers, set[str](), set[str]()  # requests
+        self._collects_requests, self._known, self._posted = collects_requests, set[str](), set[str]()  # requests
         self._agreements = 0
         self._to_report = ""  # failure of this process, which the next round posts
         self._cause: str | None = None  # the failure that ends the run, once known
@@ -155,7 +156,7 @@ class Watch:
         if (cause := self._cause) is not None:
             raise PeerError(f"{cause}\n\nNoticed by {self.name}{self._clause()}{self._lapse()}")
 
-    def look(self) -> None:
+    def check_after_round(self) -> None:
         """Wait for a new round with the store, and raise PeerError if a process has failed.
 
         A process reports its failure before its connections break, so the cause is known when a connection has broken.
@@ -183,7 +184,7 @@ class Watch:
         """Wait, for a limited time, until all processes have read the failure, if there was one."""
         self._until(lambda: self._read_by_all, _ACKNOWLEDGE_S)
 
-    def account(self) -> Account:
+    def status_of_all(self) -> Account:
         """Return what every process is doing, for an error of this process while it waits for others.
 
         Raises:
@@ -282,12 +283,12 @@ class Watch:
             if request in self._known and request not in self._posted:
                 self._posted.add(request)
                 store.set(f"request/{request}", "1")
-            elif self._gathers and request not in self._known and store.check([f"request/{request}"]):
+            elif self._collects_requests and request not in self._known and store.check([f"request/{request}"]):
                 self._known.add(request)
         self._inquire(store)
 
     def _inquire(self, store: Any) -> None:
-        """Ask what all processes are doing if :meth:`account` needs it, answer questions, and collect answers."""
+        """Ask what all processes are doing if :meth:`status_of_all` needs it, answer questions, and collect answers."""
         if self._asks and self._asked is None:
             self._asked = store.add("questions", 1), time.monotonic() + _ANSWER_S
         if (asked := store.add("questions", 0)) > self._answered:

@@ -200,8 +200,8 @@ class DeviceMeter(Meter):
         return output
 
     def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
-        here = {k: holding.total - holding.coming for k, holding in holdings.items()}
+        here = {k: holding.total - holding.unallocated for k, holding in holdings.items()}
         total = sum(here.values())
         # memory in use before the iteration is divided among the stages in proportion to what they hold
         base = self._base * here[stage] // total if total else self._base // len(self._rows)
-        return base + holdings[stage].coming + top + self._memory.peak_bytes() - self._highest
+        return base + holdings[stage].unallocated + top + self._memory.peak_bytes() - self._highest

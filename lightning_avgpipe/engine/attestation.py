@@ -35,18 +35,18 @@ _COPYING = "__deepcopy__"  # its second argument, the memo, has ids as keys, whi
 Asked = tuple[Any, ...]
 
 
-class Attested(NamedTuple):
+class Request(NamedTuple):
     """The request of the step to a node, on the stage that executed it.
 
     Attributes:
         position: position of the node in the step.
         stage: stage that executed the node.
-        asked: description of the request.
+        request: description of the request.
     """
 
     position: int
     stage: int
-    asked: Asked
+    request: Asked
 
 
 class Made(NamedTuple):
@@ -89,7 +89,7 @@ class Attestation:
         self,
         known: KnownTensors[int],
         stage: int,
-        told: tuple[Attested, ...],
+        told: tuple[Request, ...],
         compares: bool,
         owned: Mapping[int, str],
     ) -> None:
@@ -98,7 +98,7 @@ class Attestation:
         self._stage = stage
         self._told = {attested.position: attested for attested in told} if compares else {}
         self._compares = compares
-        self._own: list[Attested] = []
+        self._own: list[Request] = []
         self._before = told
         self._free = KnownTensors[int]()  # tensors made by free glue, with their digests
 
@@ -133,12 +133,12 @@ class Attestation:
         """
         if self._compares:
             told = self._told.get(position)
-            if told is not None and (asked := self._asked(operation)) != told.asked:
+            if told is not None and (asked := self._asked(operation)) != told.request:
                 self._check(operation, asked, told)
         elif here:
-            self._own.append(Attested(position, self._stage, self._asked(operation)))
+            self._own.append(Request(position, self._stage, self._asked(operation)))
 
-    def told(self) -> tuple[Attested, ...]:
+    def told(self) -> tuple[Request, ...]:
         """Return the requests that all stages so far have collected."""
         return (*self._before, *self._own) if self._own else self._before
 
@@ -181,12 +181,12 @@ class Attestation:
         else:
             found.append(item.__qualname__ if isinstance(item, _CODE) else kind.__qualname__)
 
-    def _check(self, operation: Operation, asked: Asked, told: Attested) -> None:
+    def _check(self, operation: Operation, asked: Asked, told: Request) -> None:
         """Compare two requests item by item. If a tensor's digest is unknown on a stage, only shape and dtype count."""
         mine: Any = f"{len(asked)} arguments"
-        theirs: Any = f"{len(told.asked)} arguments"
-        if len(asked) == len(told.asked):
-            different = ((a, b) for a, b in zip(asked, told.asked, strict=True) if not _alike(a, b))
+        theirs: Any = f"{len(told.request)} arguments"
+        if len(asked) == len(told.request):
+            different = ((a, b) for a, b in zip(asked, told.request, strict=True) if not _alike(a, b))
             mine, theirs = next(different, (None, None))
             if mine is theirs is None:
                 return

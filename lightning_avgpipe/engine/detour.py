@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_avgpipe.capture.draft import outputs_of
 from lightning_avgpipe.capture.graph import Node, made_by
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
+from lightning_avgpipe.engine.part import OffPathNode, OperationResult, Path, ResultDescription, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent
@@ -54,7 +54,7 @@ class Detour:
         program: StageProgram,
         known: KnownTensors[int],
         owned: Mapping[int, str],
-        before: Sequence[Entry | OffPathNode],
+        before: Sequence[ResultDescription | OffPathNode],
         shared: frozenset[int],
     ) -> None:
         self._program = program
@@ -83,13 +83,13 @@ class Detour:
         """Whether the step changes state between units, so that it is unknown which stage must execute a new node."""
         return bool(self._program.graph.upkeep or self._program.graph.glue_states)
 
-    def path(self, entries: tuple[Entry | OffPathNode, ...]) -> Path:
+    def path(self, entries: tuple[ResultDescription | OffPathNode, ...]) -> Path:
         """Return the path of all stages so far, given the entries of captured nodes and of earlier stages."""
         return Path((*entries, *self._own), self._values, self._shared, self._ended)
 
     def _node(self, position: int, kind: Any, name: str) -> Node:
         """Make a node with the properties of a captured one of the same kind and name, if the stage has one."""
-        like = self._program.alike.get((kind, name))
+        like = self._program.last_node_of.get((kind, name))
         if like is None:
             return Node(position, kind, name, source_line())
         return replace(like, index=position, source=source_line(), inputs=(), outputs=(), writes=())

@@ -211,7 +211,7 @@ class OwnStream:
         return self._port.on_stream(self._stream)
 
     @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
+    def on_callers_stream(self) -> Iterator[None]:
         """Run work on the caller's stream within this context, between work of the pipeline."""
         if self._callers is None:  # the pipeline got its stream during an iteration
             yield
@@ -223,7 +223,7 @@ class OwnStream:
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function that looks at values, on the caller's stream unless :func:`stays_on_stream` marks it."""
-        with contextlib.nullcontext() if getattr(run, "stays_on_stream", False) else self.left():
+        with contextlib.nullcontext() if getattr(run, "stays_on_stream", False) else self.on_callers_stream():
             return run(*args, **kwargs)
 
     def end(self) -> None:

@@ -43,11 +43,13 @@ class Lane:
         actions: actions that are left in this iteration.
         turns: order in which stages of this pipeline run in this process, a queue that their lanes share; None: any
             stage whose input has arrived may run.
-        begins: micro-batches whose forwards begin on this stage, from kept outputs of earlier stages.
+        starts_from_kept: micro-batches whose forwards begin on this stage, from kept outputs of earlier stages.
         relays: whether received values are relayed to the next stage as they arrive.
         segments: least number of pieces in which large tensors among the stage's own values are sent.
-        takes: handler for an extra first message of an iteration, which holds no values; None: there is none.
-        wires: formats in which values are sent to the next stage, and gradients to the previous one; None: unchanged.
+        first_message_handler: handler for an extra first message of an iteration, which holds no values; None: there is
+            none.
+        wire_formats: formats in which values are sent to the next stage, and gradients to the previous one; None:
+            unchanged.
     """
 
     stage: Stage
@@ -56,16 +58,16 @@ class Lane:
     place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
     turns: deque[int] | None = None
-    begins: frozenset[int] = frozenset()
+    starts_from_kept: frozenset[int] = frozenset()
     relays: bool = False
     segments: int = 1
-    takes: Callable[[Message], None] | None = None
-    wires: tuple[Format | None, Format | None] = (None, None)
+    first_message_handler: Callable[[Message], None] | None = None
+    wire_formats: tuple[Format | None, Format | None] = (None, None)
 
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Begin an iteration with these actions, and post their receives."""
         self.actions, self.turns = deque(), turns
-        if self.takes is not None and self.ends.values is not None:
+        if self.first_message_handler is not None and self.ends.values is not None:
             self.ends.values.expect(1)
         self.go_on(row, observers)
 
@@ -98,9 +100,9 @@ class Lane:
             if self.place is not None:
                 self.place()
             inbox = self._inbox()
-            if self.takes is not None and inbox is not None:
-                takes, self.takes = self.takes, None
-                takes(inbox.get())
+            if self.first_message_handler is not None and inbox is not None:
+                handler, self.first_message_handler = self.first_message_handler, None
+                handler(inbox.get())
                 return
             action = self.actions.popleft()
             if self.turns is not None:
@@ -121,7 +123,7 @@ class Lane:
             return
         if forward and self.segments > 1:
             message = message._replace(segments=self.segments)
-        wire = self.wires[not forward]
+        wire = self.wire_formats[not forward]
         if wire is not None:
             name = f"wire/{'forward' if forward else 'backward'}/{self.stage.program.stage}"
             message = compressed(message, wire, self.task.key_of(message.micro_batch), name)
@@ -133,7 +135,7 @@ class Lane:
     def _consumes(self, action: Action) -> str | None:
         """Return the direction of the action's input; None if it has none, as a forward that uses kept outputs."""
         consumes = action.kind.consumes
-        return None if consumes == "forward" and action.micro_batch in self.begins else consumes
+        return None if consumes == "forward" and action.micro_batch in self.starts_from_kept else consumes
 
     def _inbox(self) -> Inbox | None:
         consumes = self._consumes(self.actions[0])

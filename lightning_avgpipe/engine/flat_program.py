@@ -31,8 +31,17 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation, writes
 from lightning_avgpipe.capture.tracer import call_module, function_name
-from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
+from lightning_avgpipe.engine.attestation import Request
+from lightning_avgpipe.engine.part import (
+    Observe,
+    OperationResult,
+    Part,
+    Path,
+    ReplayContext,
+    Replayed,
+    ResultDescription,
+    Runner,
+)
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.utils import tree
@@ -49,7 +58,7 @@ VALUES = frozenset(
 _SIZED = frozenset(
     ("argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "unique", "unique_consecutive")
 )
-SAME = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-batch
+SHARED_TYPES = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-batch
 
 
 class TensorSlot(NamedTuple):
@@ -84,14 +93,14 @@ class Fields(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class ConstantTemplate:
     """A template of a value that is the same for each micro-batch. Two are equal if their keys are."""
 
     value: Any = field(compare=False)
     key: Any
 
     @classmethod
-    def of(cls, value: Any) -> Fixed:
+    def of(cls, value: Any) -> ConstantTemplate:
         """Return the template of a value. Its key is the value if that can be compared, else a description or id."""
         kind = type(value)
         return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
@@ -102,7 +111,7 @@ def fill(template: Any, slots: Sequence[Any]) -> Any:
     kind = type(template)
     if kind is TensorSlot:
         return slots[template[0]]
-    if kind is Fixed:
+    if kind is ConstantTemplate:
         return template.value
     if kind is Items:
         return template[0]([fill(part, slots) for part in template[1]])
@@ -138,11 +147,11 @@ def slots_in(templates: Iterable[Any]) -> list[int]:
 InstructionKind = Literal["glue", "question", "object", "node", "observe", "skipped"]
 
 
-class OtherAnswer(Exception):
+class AnswerChanged(Exception):
     """The batch gives another answer, so the step must be followed. Only operations on the batch have run so far."""
 
 
-class OtherForm(Exception):
+class FormChanged(Exception):
     """An instruction has returned something of another form, so the step must be followed.
 
     Args:
@@ -188,7 +197,7 @@ class Instruction:
     answer: Any = None
     draw: Draw | None = None
     form: Any = None
-    entry: Entry | None = field(default=None, compare=False)
+    entry: ResultDescription | None = field(default=None, compare=False)
     separated: bool = False
     is_plain: bool = False
 
@@ -211,8 +220,8 @@ class FlatProgram:
         given: slots of the tensors of the batch, then of the received tensors.
         sent: templates of the tensors that go to the next stage.
         result: template of the step's result, on the last stage.
-        attested: requests for the nodes up to the end of this stage, see :mod:`~lightning_avgpipe.engine.attestation`.
-        entries: descriptions of what these nodes returned when the program was written.
+        requests: requests for the nodes up to the end of this stage, see :mod:`~lightning_avgpipe.engine.attestation`.
+        descriptions: descriptions of what these nodes returned when the program was written.
         dropped: for each instruction the slots that no later one needs.
     """
 
@@ -221,8 +230,8 @@ class FlatProgram:
     given: tuple[int, ...] = field(compare=False)
     sent: tuple[Any, ...]
     result: Any
-    attested: tuple[Attested, ...]
-    entries: tuple[Entry, ...] = field(compare=False)
+    requests: tuple[Request, ...]
+    descriptions: tuple[ResultDescription, ...] = field(compare=False)
     dropped: tuple[Sequence[int], ...] = field(default=(), compare=False)
 
     @property
@@ -253,11 +262,11 @@ class FlatProgram:
             part: part of the step.
             runner: executes its nodes.
         Raises:
-            OtherAnswer: the batch gives another answer.
-            OtherForm: a node, or an instruction after nodes, logs or writes, returns something of another form.
+            AnswerChanged: the batch gives another answer.
+            FormChanged: a node, or an instruction after nodes, logs or writes, returns something of another form.
         """
         slots: list[Any] = [None] * self.num_slots
-        own: list[Entry] = []
+        own: list[ResultDescription] = []
         differs = False
         for slot, tensor in zip(self.given, tensors, strict=True):
             slots[slot] = tensor
@@ -276,7 +285,7 @@ class FlatProgram:
             if kind == "node":
                 outcome = _execute(instruction, args, kwargs, runner)
                 if form_of(outcome) != instruction.form:
-                    raise OtherForm(instruction, self._leaves_something(until=instruction))
+                    raise FormChanged(instruction, self._leaves_something(until=instruction))
                 made, entry = outcome.tensors, instruction.entry
                 if entry is None:
                     differs, entry = True, outcome.entry
@@ -293,14 +302,14 @@ class FlatProgram:
                 slots[slot] = tensor
             for slot in dropped:
                 slots[slot] = None
-        entries = (*part.entries, *own) if differs and not part.program.is_last else self.entries
+        entries = (*part.descriptions, *own) if differs and not part.program.is_last else self.descriptions
         sent = tuple([fill(one, slots) for one in self.sent])
-        return Replayed(fill(self.result, slots), sent, entries, attested=self.attested)
+        return Replayed(fill(self.result, slots), sent, entries, requests=self.requests)
 
     def _other_form(self, instruction: Instruction, nodes_have_run: bool) -> Exception:
         """Return the error for an instruction that has returned something of another form."""
         leaves = self._leaves_something(until=instruction)
-        return OtherForm(instruction, leaves) if nodes_have_run or leaves else OtherAnswer()
+        return FormChanged(instruction, leaves) if nodes_have_run or leaves else AnswerChanged()
 
     def _leaves_something(self, until: Instruction) -> bool:
         """Return whether the instructions up to this one log, or change tensors in place."""
@@ -321,7 +330,7 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
     else:
         result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
-        raise OtherAnswer
+        raise AnswerChanged
     return result
 
 
@@ -355,7 +364,7 @@ def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -
 
 def _is_tensor(template: Any) -> bool:
     """Return whether the template of a single value may stand for a tensor."""
-    return type(template) is not Fixed or isinstance(template.value, Tensor)
+    return type(template) is not ConstantTemplate or isinstance(template.value, Tensor)
 
 
 def form_of(outcome: OperationResult) -> Any:
@@ -371,7 +380,7 @@ def _form(result: Any, tensors: Sequence[Tensor]) -> Any:
     if type(result) is Tensor:
         return looks
     leaves, spec = tree.flatten(result)
-    return looks, spec, [None if isinstance(leaf, Tensor) else Fixed.of(leaf) for leaf in leaves]
+    return looks, spec, [None if isinstance(leaf, Tensor) else ConstantTemplate.of(leaf) for leaf in leaves]
 
 
 def description(tensor: Tensor) -> tuple[Any, ...]:
@@ -565,8 +574,8 @@ class ProgramWriter:
                 instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
             elif any(one.kind == "question" for one in instructions):
                 raise Unwritable("it asks what is in the batch, and changes tensors in between")
-        assert not isinstance(replayed.entries, Path)
-        told = replayed.attested, replayed.entries
+        assert not isinstance(replayed.descriptions, Path)
+        told = replayed.requests, replayed.descriptions
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
 
     def _must_keep_order(self) -> bool:
@@ -646,8 +655,8 @@ class ProgramWriter:
         kind = type(item)
         if isinstance(item, Tensor):
             return self._of_tensor(item)
-        if kind in VALUES or isinstance(item, SAME):
-            return Fixed.of(item)
+        if kind in VALUES or isinstance(item, SHARED_TYPES):
+            return ConstantTemplate.of(item)
         if kind is tuple or kind is list:
             return Items(kind, tuple(map(self._template, item)))
         if kind is dict:
@@ -686,7 +695,7 @@ class ProgramWriter:
         if slot is not None:
             return TensorSlot(slot)
         if isinstance(tensor, Absent):  # nothing needs its numbers
-            return Fixed.of(tensor)
+            return ConstantTemplate.of(tensor)
         if self._held is None:  # found only when needed, since few steps use it
             self._held = _held_tensors(self.module)
         if (held := self._held.get(id(tensor))) is not None:
@@ -696,7 +705,7 @@ class ProgramWriter:
 
 
 # The writer for a step that is not written down; it ignores all calls and never uses its context.
-UNUSED = ProgramWriter(nn.Module(), cast(Any, None), False, why_not="no program of it is needed")
+NULL_WRITER = ProgramWriter(nn.Module(), cast(Any, None), False, why_not="no program of it is needed")
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:
@@ -705,7 +714,7 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
     for part in module.modules():
         for held in vars(part).values():
             if isinstance(held, (Tensor, list, tuple)):
-                found.update((id(tensor), Fixed.of(tensor)) for tensor in tree.tensors(held))
+                found.update((id(tensor), ConstantTemplate.of(tensor)) for tensor in tree.tensors(held))
         for register in (part._parameters, part._buffers):
             named: dict[str, Any] = register  # type: ignore[assignment]
             found.update(
@@ -720,7 +729,7 @@ def _writes(instruction: Instruction) -> bool:
     if module is not None:
         return any(getattr(part, "inplace", False) for part in module.modules())
     in_place = named.get("inplace")
-    return writes(instruction.name) or "out" in named or (type(in_place) is Fixed and bool(in_place.value))
+    return writes(instruction.name) or "out" in named or (type(in_place) is ConstantTemplate and bool(in_place.value))
 
 
 def _is_sized_by_numbers(operation: Operation) -> bool:

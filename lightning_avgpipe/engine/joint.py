@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError, UnsendableError
-from lightning_avgpipe.state.objects import ITEMS, OF_EVERY_MODULE
+from lightning_avgpipe.state.objects import BASE_MODULE_ATTRIBUTES, ITEMS
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
@@ -50,7 +50,7 @@ class Exchange:
         assert connected is not None
         self._group = connected.process_group
 
-    def share(self, what: str, source: int, item: Any = None) -> Any:
+    def broadcast(self, what: str, source: int, item: Any = None) -> Any:
         """Send the source's item, with tensors detached, to every process, and return it. Every process must call this.
 
         Args:
@@ -66,7 +66,7 @@ class Exchange:
         message = pack(item) if mine else Message(0, ())
         tensors = tree.tensors(message.tensors)
         forms = [TensorForm.of(tensor) for tensor in tensors]
-        told = cluster.group.exchange_objects((place, forms, message.entries), what)
+        told = cluster.group.exchange_objects((place, forms, message.descriptions), what)
         if any(other != place for other, *_ in told):
             self._refuse(what)
         _, forms, entries = told[source]
@@ -177,7 +177,7 @@ class Joint:
             announced = given, None if now.is_same(before) else now
         what = f"unit '{unit.path}'"
         try:
-            (structure, written, changed, tensors, wants, idle), drawn = self.exchange.share(
+            (structure, written, changed, tensors, wants, idle), drawn = self.exchange.broadcast(
                 what, unit.owner, announced
             )
         except UnsendableError as error:
@@ -268,7 +268,7 @@ class Joint:
                 found[: record.num_inputs],
                 [g if not held else g is not None for g, held in zip(of_parameters, unit.held, strict=True)],
             )
-        shared = self.exchange.share(f"the backward of unit '{unit.path}'", unit.owner, answer)
+        shared = self.exchange.broadcast(f"the backward of unit '{unit.path}'", unit.owner, answer)
         if mine:
             return found
         of_inputs, of_parameters = shared
@@ -298,7 +298,7 @@ class Joint:
                 [g is not None for g in found], [g.detach() for g in inner.outputs],
                 [g.requires_grad for g in inner.outputs],
             )  # fmt: skip
-        there, tensors, wants = self.exchange.share(
+        there, tensors, wants = self.exchange.broadcast(
             f"the gradients of unit '{unit.path}' in a graph", unit.owner, answer
         )
         pieces = iter(self._joined(inner, tensors, wants, inputs))
@@ -439,7 +439,7 @@ def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         (inner, name, value)
         for inner in module.modules()
         for name, value in vars(inner).items()
-        if isinstance(value, Tensor) and value.requires_grad and name not in OF_EVERY_MODULE
+        if isinstance(value, Tensor) and value.requires_grad and name not in BASE_MODULE_ATTRIBUTES
     ]
 
 
@@ -450,7 +450,7 @@ def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
         (path, name, value)
         for path, inner in module.named_modules()
         for name, value in vars(inner).items()
-        if name not in OF_EVERY_MODULE and name not in ("training", "forward")
+        if name not in BASE_MODULE_ATTRIBUTES and name not in ("training", "forward")
         if name in (changed.get(id(inner)) or ()) or (id(value) in changed and isinstance(value, ITEMS))
     ]
 

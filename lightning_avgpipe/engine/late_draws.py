@@ -18,7 +18,7 @@ from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.late_effects import LateEffects
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import Variable, is_generator
-from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.outside import outside_variables, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.names import is_within, joined, listed
 
@@ -29,7 +29,7 @@ _NOTHING = contextlib.nullcontext()
 class LateDraws(LateEffects):
     """A check for late draws from random generators that the model holds, or that the step makes."""
 
-    learns = "nothing"
+    grace_period = "nothing"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -87,7 +87,7 @@ class LateDraws(LateEffects):
     def _changed(self) -> list[int]:
         """Return the indices of the uses whose generators have drawn since the last call."""
         changed = self._before.changed() if self._found else []
-        self._before.follow(changed)
+        self._before.update(changed)
         return [self._found[id(one)][1] for one in changed if id(one) in self._found]
 
     def _in_node(self, use: GeneratorUse, units: frozenset[str], node: Node) -> str | None:
@@ -143,7 +143,7 @@ def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> fr
     for path, name, _ in use.leads:
         for unit in program.graph.units:
             if (path and is_within(path, unit)) or (
-                not path and " " in name and name in outside(module.get_submodule(unit))
+                not path and " " in name and name in outside_variables(module.get_submodule(unit))
             ):
                 found.add(unit)
     return frozenset(found)

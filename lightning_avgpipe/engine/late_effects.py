@@ -23,8 +23,8 @@ from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_constant, is_generator
-from lightning_avgpipe.state.outside import KINDS, outside, variable, variables
-from lightning_avgpipe.state.snapshot import Snapshot, leading
+from lightning_avgpipe.state.outside import KINDS, outside_variables, variable, variables
+from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
 from lightning_avgpipe.utils.names import is_within, joined, nearest
 from lightning_avgpipe.utils.source import source_line
@@ -51,11 +51,11 @@ class LateEffects:
         repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
     Attributes:
-        learns: period after the capture in which effects are not reported yet, since they are not late:
+        grace_period: period after the capture in which effects are not reported yet, since they are not late:
             ``"nothing"``, the first ``"forward"``, or the whole first ``"iteration"``.
     """
 
-    learns: ClassVar[Literal["nothing", "forward", "iteration"]] = "forward"
+    grace_period: ClassVar[Literal["nothing", "forward", "iteration"]] = "forward"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program, self._module, self._repeats = program, module, repeats
@@ -173,10 +173,10 @@ class SharedObjects(LateEffects):
         captured = (*graph.changed_between, *graph.changed_by_units, *graph.set_back)
         known = Snapshot(variables(module, captured).values())
         shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
-        self._objects = own.among(shared)
+        self._objects = own.restricted_to(shared)
 
     def begin(self) -> None:
-        self._objects.follow([obj for obj, *_ in self._objects.modified()])
+        self._objects.update([obj for obj, *_ in self._objects.modified()])
 
     def begin_part(self) -> str | None:
         if not self._repeats:
@@ -195,7 +195,7 @@ class SharedObjects(LateEffects):
 
     def _name(self, obj: Any) -> str:
         held = {joined(*key): value for key, value in attributes_of(dict(self._module.named_modules())).items()}
-        held |= outside(self._module)
+        held |= outside_variables(self._module)
         found = (name for name, value in held.items() if id(obj) in Snapshot([value]).reached())
         return f"an object in '{next(found, 'an attribute')}'"
 
@@ -206,7 +206,7 @@ class LateChanges(LateEffects):
     For each attribute or variable, a change is reported once.
     """
 
-    learns = "iteration"  # what one micro-batch changes, another may change back
+    grace_period = "iteration"  # what one micro-batch changes, another may change back
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -216,7 +216,7 @@ class LateChanges(LateEffects):
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
         metrics = {path for path, m in between.items() if _is_metric(m)}  # only the last stage updates them
         if repeats:
-            keys = {*attributes_of(between), *(("", name) for name in outside(module))}
+            keys = {*attributes_of(between), *(("", name) for name in outside_variables(module))}
         else:
             keys = {key for key, position in graph.reads.items() if position < program.start}
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
@@ -267,7 +267,7 @@ class LateChanges(LateEffects):
         kept = [obj for obj, old, now in before.modified() if not (is_generator(obj) or _only_grew(old, now))]
         found = {id(obj) for obj in (*kept, *before.written())}
         found -= Snapshot(self._known, opaque=True).reached() if found else set()
-        late = leading(self._roots, found)
+        late = keys_leading_to(self._roots, found)
         for key in late:
             self._held = None
             del self._roots[key]
@@ -282,7 +282,7 @@ class LateHooks(LateEffects):
     stages. Only one hook is reported.
     """
 
-    learns = "iteration"
+    grace_period = "iteration"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -315,7 +315,7 @@ class LateHooks(LateEffects):
 class LateItems(LateEffects):
     """A check for items that a step takes from iterators that outlive it; these cannot be put back."""
 
-    learns = "nothing"
+    grace_period = "nothing"
 
     def begin(self) -> None:
         held = {}
@@ -341,7 +341,7 @@ class LateBuffers(LateEffects):
     units that depend on the batch alone if several stages of this process run them.
     """
 
-    learns = "nothing"
+    grace_period = "nothing"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -432,7 +432,7 @@ class ReadState:
         self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in keys}
         self._values = self._now()
         of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
-        self._objects = Snapshot(self._values.values()).among(of_units)
+        self._objects = Snapshot(self._values.values()).restricted_to(of_units)
 
     def _now(self) -> dict[str, Any]:
         held = {name: own.get(key) for name, (own, key) in self._read.items()}
@@ -444,7 +444,7 @@ class ReadState:
     def note(self) -> None:
         """Note the present state."""
         self._values = self._now()
-        self._objects.follow([obj for obj, *_ in self._objects.modified()])
+        self._objects.update([obj for obj, *_ in self._objects.modified()])
 
     def changed(self) -> str | None:
         """Return a description of something that has changed since the state was noted, or None."""
@@ -483,8 +483,8 @@ def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
     """Yield the objects in attributes of units, and the variables that the units' code refers to."""
     together = nn.ModuleList(map(module.get_submodule, units))
     yield from attributes_of(dict(together.named_modules())).values()
-    if named := outside(module):
-        yield from (named[name] for name in outside(together) if name in named)
+    if named := outside_variables(module):
+        yield from (named[name] for name in outside_variables(together) if name in named)
 
 
 def _only_grew(before: ObjectState, now: ObjectState) -> bool:

@@ -74,32 +74,33 @@ class Lockstep(StepTracer):
         self._rank_of: dict[str, int] = {}
         self._names: dict[int, tuple[Tensor, str]] = {}  # id -> tensor, kept so that the id stays valid, and name
         self._runs = False
-        self._speaks = True
+        self._shows_output = True
 
     # -- when it follows -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, what: str, speaks: bool = True) -> Iterator[None]:
+    def running(self, what: str, shows_output: bool = True) -> Iterator[None]:
         """Run the same user code in all processes within this context. Every process must enter it.
 
         Args:
             what: name of the step or hook, the same on every process.
-            speaks: whether each process shows prints, warnings and logs from outside of units; else only rank 0 does.
+            shows_output: whether each process shows prints, warnings and logs from outside of units; else only rank 0
+                does.
         """
         if self._runs:
-            with self.again():
+            with self.in_lockstep():
                 yield
             return
         self._look_up()
-        drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
+        drawn = self.exchange.broadcast(f"the random state of {what}", 0, RandomState(self.exchange.device))
         drawn.restore(self.exchange.device)
-        self._speaks = speaks or self.exchange.rank == 0
+        self._shows_output = shows_output or self.exchange.rank == 0
         with replaced(self, "_runs", True), self.following():
             yield
 
     @property
     def mutes(self) -> bool:
-        return not self._speaks
+        return not self._shows_output
 
     def is_muted(self) -> bool:
         return not self._inside
@@ -109,13 +110,13 @@ class Lockstep(StepTracer):
         """Whether all processes are running the same code now."""
         return self._runs and not self._inside
 
-    def quiet(self) -> contextlib.AbstractContextManager[None]:
+    def per_process(self) -> contextlib.AbstractContextManager[None]:
         """Run code within this context that each process runs on its own (optimizers, logging)."""
-        return self.aside() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]
+        return self.paused() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside of :meth:`quiet`, run the same code in all processes again within this context."""
+    def in_lockstep(self) -> Iterator[None]:
+        """Inside of :meth:`per_process`, run the same code in all processes again within this context."""
         if not self._runs or not self._inside:
             yield
             return
@@ -145,7 +146,7 @@ class Lockstep(StepTracer):
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._may_differentiate(module, args, kwargs):
-            with self.again():  # so its inner modules are the units
+            with self.in_lockstep():  # so its inner modules are the units
                 return run(*args, **kwargs)
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
@@ -204,7 +205,7 @@ class Lockstep(StepTracer):
         common = [p for p in parameters if id(p) not in self._names and p.grad is not None]
         if not common:
             return
-        found = self.exchange.share("gradients that all have", 0, [p.grad for p in common])
+        found = self.exchange.broadcast("gradients that all have", 0, [p.grad for p in common])
         if self.exchange.rank:
             for parameter, gradient in zip(common, found, strict=True):
                 assert parameter.grad is not None
@@ -213,7 +214,7 @@ class Lockstep(StepTracer):
     def _from_owner(self, tensor: Tensor, what: str, own: Any) -> Any:
         """Return the owner's ``own`` on every process; ``what`` describes what it is of the tensor."""
         name = self._names[id(tensor)][1]
-        found = self.exchange.share(f"{what} '{name}'", self._owner[name], [own])
+        found = self.exchange.broadcast(f"{what} '{name}'", self._owner[name], [own])
         return own if self._is_mine(tensor) else found[0]
 
     def _is_mine(self, tensor: Tensor) -> bool:
@@ -248,7 +249,7 @@ class Lockstep(StepTracer):
     def _agree(self, outputs: Any) -> None:
         """Check that a backward begins from the same numbers in all processes."""
         own = [tensor.detach() for tensor in tensor_arguments([outputs])]
-        first = self.exchange.share("a backward", 0, own)
+        first = self.exchange.broadcast("a backward", 0, own)
         if not all(map(_is_close, own, first)):
             raise StepChangedError(
                 f"the loss of the backward at {source_line()} is {own} on rank {self.exchange.rank} and {first} on "
@@ -259,7 +260,7 @@ class Lockstep(StepTracer):
     # -- regions and observers -------------------------------------------------------------------------------------
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self.again():
+        with self.in_lockstep():
             return args[0](*args[2:])  # args[1] says whether the checkpoint keeps the random state
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
@@ -267,7 +268,7 @@ class Lockstep(StepTracer):
         yield
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self.again():
+        with self.in_lockstep():
             return run(*args, **kwargs)
 
 

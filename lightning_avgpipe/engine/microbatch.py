@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_avgpipe.engine.sample_layout import Expected, Seen, is_square, layout
+from lightning_avgpipe.engine.sample_layout import BatchInfo, EarlierBatches, is_square, layout
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
 
@@ -37,7 +37,7 @@ class MicroBatch:
     count: float | None = None
 
     @property
-    def counted(self) -> float:
+    def mean_weight(self) -> float:
         """The weight in a mean, in any unit."""
         return self.size if self.count is None else self.count
 
@@ -45,8 +45,8 @@ class MicroBatch:
 def split(
     batch: Any,
     num_microbatches: int,
-    expected: Expected = Expected(),  # noqa: B008
-    seen: Seen | None = None,
+    expected: BatchInfo = BatchInfo(),  # noqa: B008
+    seen: EarlierBatches | None = None,
     smallest: int = 1,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches of about equal size, in order.
@@ -70,10 +70,10 @@ def split(
     """
     _check_count(num_microbatches)
     if num_microbatches == 1:
-        return whole(batch, expected)
+        return as_one(batch, expected)
     found = layout(batch, expected, seen)
     if found is None:
-        return whole(batch, expected)
+        return as_one(batch, expected)
     total, read = found
     count = max(1, min(num_microbatches, total // smallest))
     sizes = [total // count + (i < total % count) for i in range(count)]
@@ -85,7 +85,7 @@ def fewest_samples(module: nn.Module) -> int:
     return 2 if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()) else 1
 
 
-def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008
+def as_one(batch: Any, expected: BatchInfo = BatchInfo()) -> list[MicroBatch]:  # noqa: B008
     """Return the batch as one micro-batch. If samples cannot be found, they are counted by the first tensor, as in
     Lightning.
     """
@@ -172,7 +172,7 @@ def _check_count(num_microbatches: int) -> None:
         raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
 
 
-def _num_samples(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
+def _num_samples(batch: Any, expected: BatchInfo = BatchInfo()) -> int | None:  # noqa: B008
     """Return the number of samples of a batch; None if it has none or they cannot be found."""
     try:
         found = layout(batch, expected)

@@ -70,7 +70,7 @@ class Observers:
         return iter(self._present)
 
     @contextlib.contextmanager
-    def having(self, *more: Observer) -> Iterator[None]:
+    def with_added(self, *more: Observer) -> Iterator[None]:
         """Add observers within this context."""
         self._present = [*self._present, *more]
         try:

@@ -65,31 +65,31 @@ class OwnAttributes:
     Args:
         module: the whole module.
         names: path of a module and name of an attribute; or "" and the full name of a variable outside of modules.
-        shown: whether this stage's values are the ones that code outside of stages sees.
+        is_visible: whether this stage's values are the ones that code outside of stages sees.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[tuple[str, str]], shown: bool) -> None:
+    def __init__(self, module: nn.Module, names: Collection[tuple[str, str]], is_visible: bool) -> None:
         self.variables = list(variables(module, names).values())
-        self._shows = shown
+        self._is_visible = is_visible
         self._own = Snapshot(())
         self._seen = Snapshot(())  # values outside of stages when the last iteration ended
         self._begun = Snapshot(())
 
     def begin(self) -> None:
         """Begin an iteration: take over what hooks have assigned or changed since the last one."""
-        if self._shows:
+        if self._is_visible:
             return
-        self._own.follow(self._seen.changed())
+        self._own.update(self._seen.changed())
         with self.placed():  # take up what a hook has added before any stage changes it
             pass
         self._begun = self._own
 
     def end(self) -> None:
         """End an iteration: remember the values outside of stages."""
-        if not self._shows:
+        if not self._is_visible:
             self._seen = self._objects()
 
-    def added(self) -> list[Any]:
+    def merge_additions(self) -> list[Any]:
         """Merge this stage's additions into the lists, sets and dicts outside of stages; return those that changed."""
         before = {id(obj): items for obj, items in self._begun.items()}
         found = []
@@ -98,17 +98,17 @@ class OwnAttributes:
                 found.append(obj)
         return found
 
-    def accept(self, objects: Sequence[Any]) -> None:
+    def take_over(self, objects: Sequence[Any]) -> None:
         """Take over the state that these objects have outside of stages."""
-        self._own.follow(objects)
+        self._own.update(objects)
 
     def _objects(self) -> Snapshot:
-        return Snapshot(self.variables, opaque=True, like=self._own)  # unchanged arrays are not copied again
+        return Snapshot(self.variables, opaque=True, reuse=self._own)  # unchanged arrays are not copied again
 
     @property
     def are_shown(self) -> bool:
         """Whether the module always has this stage's values, so that nothing is to be placed."""
-        return self._shows or not self.variables
+        return self._is_visible or not self.variables
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class OwnModule:
         module: the whole module; parameters of other stages may be absent.
         weights: weights that the stage's actions use.
         of_units: values of the attributes that units of its pipeline change.
-        shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
+        is_visible: whether code outside of stages, such as hooks, sees this stage's values of attributes.
 
     Attributes:
         program: as given.
@@ -183,13 +183,13 @@ class OwnModule:
         module: nn.Module,
         weights: Weights,
         of_units: OwnAttributes | None,
-        shown: bool,
+        is_visible: bool,
     ) -> None:
         self.program = program
         self.module = module
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
-        self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
+        self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), is_visible)
         self._set_back = [] if program.is_last else list(variables(module, program.graph.set_back).values())
         own = not (self._of_units.are_shown and self.attributes.are_shown)
         own = own or bool(self._set_back or program.changed_elsewhere)
@@ -221,7 +221,7 @@ class OwnModule:
             return Snapshot(())
         lasting = Snapshot((*self.attributes.variables, *self._of_units.variables), opaque=True)
         passing = Snapshot(self._set_back, opaque=True)
-        return passing.among(passing.reached() - lasting.reached())
+        return passing.restricted_to(passing.reached() - lasting.reached())
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that the stage's forwards change, by name."""

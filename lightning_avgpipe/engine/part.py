@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.attestation import Attested
+from lightning_avgpipe.engine.attestation import Request
 from lightning_avgpipe.engine.execution import Compiler
+from lightning_avgpipe.engine.late_effect_checks import LateEffectChecks
 from lightning_avgpipe.engine.randomness import Drawing, Draws
-from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -25,27 +25,27 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.utils.tensors import KnownTensors
 
 # Description of a node's result, with the objects that it wrote into if there are any.
-Entry = Description | Parcel
+ResultDescription = Description | Parcel
 
 
 class OffPathNode(NamedTuple):
     """A node that was not captured, and the description of its result."""
 
     node: Node
-    entry: Entry
+    entry: ResultDescription
 
 
 class Path(NamedTuple):
     """The nodes that earlier stages executed with a micro-batch, if these were not the captured ones.
 
     Attributes:
-        entries: descriptions of the results of captured nodes, then the nodes that were not captured.
+        descriptions: descriptions of the results of captured nodes, then the nodes that were not captured.
         values: indices of the values that are sent.
         shared: indices of the values that share memory.
         ended: whether the step has returned None.
     """
 
-    entries: tuple[Entry | OffPathNode, ...]
+    descriptions: tuple[ResultDescription | OffPathNode, ...]
     values: tuple[int, ...]
     shared: frozenset[int]
     ended: bool = False
@@ -55,7 +55,7 @@ Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 Around = Callable[[Operation, Node], contextlib.AbstractContextManager[None]]
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
-Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
+Tapped = tuple[tuple[Tensor, ...], tuple[ResultDescription, ...]]
 
 
 class Part(NamedTuple):
@@ -66,25 +66,25 @@ class Part(NamedTuple):
         run: executes the step function.
         args: arguments of the step, the micro-batch first.
         received: tensors for ``program.receives``, in its order, or for the values of a path.
-        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
-            these stages; or the path that they took.
+        descriptions: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one
+            of these stages; or the path that they took.
         key: key of this execution's random numbers.
         observe: calls ``self.log`` and metrics on the last stage; None: they are called directly.
         repeat: wraps the function that executes a unit, so that it keeps less for the backward; None: none is wrapped.
         tap: position after the start of the program at which values are copied; 0: none.
-        attested: requests for the nodes of earlier stages, see :mod:`~lightning_avgpipe.engine.attestation`.
+        requests: requests for the nodes of earlier stages, see :mod:`~lightning_avgpipe.engine.attestation`.
     """
 
     program: StageProgram
     run: Callable[..., Any]
     args: Sequence[Any]
     received: Sequence[Tensor] = ()
-    entries: tuple[Entry, ...] | Path = ()
+    descriptions: tuple[ResultDescription, ...] | Path = ()
     key: RandomKey = RandomKey(0)
     observe: Observe | None = None
     repeat: Repeat | None = None
     tap: int = 0
-    attested: tuple[Attested, ...] = ()
+    requests: tuple[Request, ...] = ()
 
 
 class Replayed(NamedTuple):
@@ -93,20 +93,20 @@ class Replayed(NamedTuple):
     Attributes:
         result: result of the step function; None unless this is the last stage.
         sent: tensors for the next stage, in the order of the program, or of a detour.
-        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
+        descriptions: descriptions of what the nodes up to the end of this stage returned, or their path.
         tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
             returned; None if the step did not come there.
         began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
             was captured.
-        attested: requests for the nodes up to the end of this stage.
+        requests: requests for the nodes up to the end of this stage.
     """
 
     result: Any
     sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...] | Path
+    descriptions: tuple[ResultDescription, ...] | Path
     tapped: Tapped | None = None
     began_on_host: bool = False
-    attested: tuple[Attested, ...] = ()
+    requests: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ReplayContext:
         device: device of the stage.
         packer: packer of the module.
         compiler: compiler of units; None: they run uncompiled.
-        unforeseen: check for effects that the captured step did not have.
+        late_effect_checks: check for effects that the captured step did not have.
     """
 
     units: Mapping[int, str]
@@ -129,7 +129,7 @@ class ReplayContext:
     device: torch.device
     packer: Packer
     compiler: Compiler | None
-    unforeseen: Unforeseen
+    late_effect_checks: LateEffectChecks
 
     @property
     def compiled(self) -> bool:
@@ -151,7 +151,7 @@ class OperationResult(NamedTuple):
     parcel: Parcel | None = None
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ResultDescription:
         """The description of the outcome for later stages."""
         return described(self.result) if self.parcel is None else self.parcel
 

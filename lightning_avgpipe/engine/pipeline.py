@@ -70,7 +70,7 @@ class LoadedStep:
         shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: values of the attributes that units of any stage change.
         relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-        wires: format in which values and gradients are sent on each hop, shape ``(K-1,)``; empty: unchanged.
+        wire_formats: format in which values and gradients are sent on each hop, shape ``(K-1,)``; empty: unchanged.
         parts: what systems add to the step.
     """
 
@@ -84,7 +84,7 @@ class LoadedStep:
     shortcut: Shortcut | None
     of_units: OwnAttributes
     relays: frozenset[int]
-    wires: Sequence[Format | None] = ()
+    wire_formats: Sequence[Format | None] = ()
     parts: Sequence[StepPart] = ()
 
     @property
@@ -162,18 +162,18 @@ class Pipeline:
         self,
         graph: CallGraph,
         cuts: Sequence[int],
-        kept: int = 0,
+        num_kept_nodes: int = 0,
         relays: Collection[int] = (),
-        wires: Sequence[Format | None] = (),
+        wire_formats: Sequence[Format | None] = (),
     ) -> None:
         """Make a step function runnable.
 
         Args:
             graph: call graph of the step.
             cuts: positions of the K-1 cuts.
-            kept: number of nodes, from the first, whose outputs are kept.
+            num_kept_nodes: number of nodes, from the first, whose outputs are kept.
             relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-            wires: format in which values and gradients are sent on each hop; empty: unchanged.
+            wire_formats: format in which values and gradients are sent on each hop; empty: unchanged.
         Raises:
             ConfigurationError: a system cannot run the step.
         """
@@ -187,8 +187,10 @@ class Pipeline:
             versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
         trained = TrainedParameters(graph, cuts, self._module)
         shortcut = None
-        if self.shortcut is not None and kept:
-            shortcut = self.shortcut(kept, self.cluster, graph, trained, bisect.bisect_right(cuts, kept))
+        if self.shortcut is not None and num_kept_nodes:
+            shortcut = self.shortcut(
+                num_kept_nodes, self.cluster, graph, trained, bisect.bisect_right(cuts, num_kept_nodes)
+            )
         of_units = OwnAttributes(self._module, graph.changed_by_units, self.number == 0)
         stages = [
             Stage(
@@ -198,9 +200,9 @@ class Pipeline:
                 versions or copies,
                 self._execution,
                 self._foreign_tensors,
-                shown=self.number == 0 and k == self.cluster.stages[-1],
+                is_visible=self.number == 0 and k == self.cluster.stages[-1],
                 of_units=of_units,
-                kept=None if shortcut is None or k != shortcut.stage else shortcut,
+                shortcut=None if shortcut is None or k != shortcut.stage else shortcut,
                 relayed=k in relays,
                 repeats=k != self.cluster.stages[0],
             )
@@ -208,7 +210,7 @@ class Pipeline:
         ]
         leaves = self._leaves(programs, shortcut)
         loaded = LoadedStep(
-            graph, cuts, programs, stages, copies, leaves, trained, shortcut, of_units, frozenset(relays), wires
+            graph, cuts, programs, stages, copies, leaves, trained, shortcut, of_units, frozenset(relays), wire_formats
         )
         parts = [make(loaded, self._module, self.cluster) for make in PARTS]
         for part in parts:
@@ -229,7 +231,7 @@ class Pipeline:
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable as it is in another pipeline."""
         loaded = other.steps[step]
-        self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wires=loaded.wires)
+        self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wire_formats=loaded.wire_formats)
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Return the names of the batch's tensors that a process needs for a step; None if unknown: it gets all."""
@@ -278,10 +280,10 @@ class Pipeline:
                 ends = replace(ends, to_previous=None)
             lane = Lane(stage, ends, task, self.place)
             row = in_turn(schedule.rows[number], *self.cluster.stage_map.share(number, rank, training))
-            row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
-            lane.begins = task.known if number == frozen else frozenset()
+            row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.starts_from_kept)
+            lane.starts_from_kept = task.starts_from_kept if number == frozen else frozenset()
             lane.relays, lane.segments = number in schedule.relays, schedule.segments
-            lane.wires = self._wire(loaded, number), self._wire(loaded, number - 1)
+            lane.wire_formats = self._wire(loaded, number), self._wire(loaded, number - 1)
             for part in loaded.parts:
                 part.begin(lane, schedule)
             lane.begin(row, observers, turns.get(number))
@@ -291,10 +293,10 @@ class Pipeline:
 
     def _wire(self, loaded: LoadedStep, hop: int) -> Format | None:
         """Return the format in which values and gradients are sent on a hop; None: unchanged, as within a process."""
-        if not 0 <= hop < len(loaded.wires):
+        if not 0 <= hop < len(loaded.wire_formats):
             return None
         owner = self.cluster.stage_map.owner
-        return loaded.wires[hop] if owner(hop) != owner(hop + 1) else None
+        return loaded.wire_formats[hop] if owner(hop) != owner(hop + 1) else None
 
     def end(self) -> None:
         """Make the current stream wait for the pipeline's stream after an iteration, also if it ended by an error."""
@@ -429,9 +431,9 @@ def run_together(
         engine.clear()
         others = [pipeline.steps[step] for pipeline in pipelines[1:]]
         states = [own for loaded in others for own in (loaded.stages[-1].module.attributes, loaded.of_units)]
-        added = [obj for own in states for obj in own.added()]
+        added = [obj for own in states for obj in own.merge_additions()]
         for own in (own for pipeline in pipelines for own in pipeline.steps[step].own):
-            own.accept(added)
+            own.take_over(added)
 
 
 def clear(lanes: Sequence[Lane], channels: bool = True) -> None:

@@ -66,18 +66,18 @@ class Prefix:
     Args:
         program: program of the stage.
         device: device of the stage.
-        kept: kept outputs with which the stage may begin; None: it has none.
+        shortcut: kept outputs with which the stage may begin; None: it has none.
 
     Attributes:
         stages: number of stages, from the first, that only run forwards while others train.
     """
 
-    def __init__(self, program: StageProgram, device: torch.device, kept: Shortcut | None) -> None:
+    def __init__(self, program: StageProgram, device: torch.device, shortcut: Shortcut | None) -> None:
         self.stages = 0
         self._program = program
         self._device = device
-        self._kept = kept
-        self._rest = program if kept is None else program.behind(kept.position)
+        self._shortcut = shortcut
+        self._rest = program if shortcut is None else program.from_position(shortcut.position)
 
     def entering(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Return the input of a forward: the message of the previous stage, or kept outputs.
@@ -86,8 +86,8 @@ class Prefix:
             StepChangedError: the previous stage runs another micro-batch, or has another number of frozen stages.
         """
         stage, num_stages = self._program.stage, self._program.num_stages
-        if self._kept is not None and micro_batch in task.known:
-            return self._kept.read(micro_batch, self._device, self.stages)
+        if self._shortcut is not None and micro_batch in task.starts_from_kept:
+            return self._shortcut.read(micro_batch, self._device, self.stages)
         if message is not None and message.micro_batch != micro_batch:
             raise StepChangedError(
                 f"stage {stage} expected micro-batch {micro_batch} and received {message.micro_batch}; the stages do "
@@ -103,23 +103,23 @@ class Prefix:
 
     def rest(self, task: Task, micro_batch: int, message: Message | None) -> tuple[StageProgram, int]:
         """Return the program to run, and the position at which :meth:`keep` needs the values; 0 if it needs none."""
-        if self._kept is None or not task.trains:
+        if self._shortcut is None or not task.trains:
             return self._program, 0
-        if micro_batch in task.known:
+        if micro_batch in task.starts_from_kept:
             return self._rest, 0
-        if not self._kept.wants(micro_batch):
+        if not self._shortcut.wants(micro_batch):
             return self._program, 0
-        position = self._kept.position
+        position = self._shortcut.position
         if position > self._program.start:
             return self._program, position
-        if message is not None and not isinstance(message.entries, Path):  # the previous stage took no detour
-            self._kept.fill(micro_batch, [t for t in message.tensors if t is not None], message.entries)
+        if message is not None and not isinstance(message.descriptions, Path):  # the previous stage took no detour
+            self._shortcut.fill(micro_batch, [t for t in message.tensors if t is not None], message.descriptions)
         return self._program, 0
 
     def keep(self, micro_batch: int, tapped: Tapped | None) -> None:
         """Keep the values at the position that :meth:`rest` returned, and what the nodes before it returned."""
-        if self._kept is not None and tapped is not None:
-            self._kept.fill(micro_batch, *tapped)
+        if self._shortcut is not None and tapped is not None:
+            self._shortcut.fill(micro_batch, *tapped)
 
     def check_nothing_asks(self, replayed: Replayed) -> None:
         """Check that no output of a frozen stage depends on trained parameters, which would get no gradient.

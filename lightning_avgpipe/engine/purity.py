@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_avgpipe.state.outside import naming, users_classes
-from lightning_avgpipe.state.snapshot import led_to
+from lightning_avgpipe.state.outside import name_instructions, user_classes
+from lightning_avgpipe.state.snapshot import reachable
 from lightning_avgpipe.utils.source import LIGHTNING_FOLDERS, PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
@@ -108,7 +108,7 @@ class Purity:
     def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
         self.why_not: str | None = "its Python was not seen"
         self._module = module
-        self._classes = list(dict.fromkeys((*map(type, module.modules()), *users_classes(module))))
+        self._classes = list(dict.fromkeys((*map(type, module.modules()), *user_classes(module))))
         self._package = type(module).__module__.partition(".")[0]  # the user's own, even if it is installed
         self._known: set[types.CodeType] = set()
         self._within = within
@@ -173,7 +173,7 @@ class Purity:
 
     def _changing_dicts(self, code: types.CodeType, names: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of changing methods that code calls on a name that holds a dict or set."""
-        for (_, name, *_), (_, method, _, follows) in pairwise(naming(code)):
+        for (_, name, *_), (_, method, _, follows) in pairwise(name_instructions(code)):
             if follows and method in _CHANGING_DICTS:
                 yield from (method for held in self._held(name, names) if isinstance(held, (dict, set)))
 
@@ -217,7 +217,7 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
 
 def _implicit(held: Iterable[Any]) -> Iterator[types.FunctionType]:
     """Yield the functions reachable from these objects, and the methods that Python may call implicitly."""
-    reached = led_to(held, _MOST)
+    reached = reachable(held, _MOST)
     yield from (found for found in reached if isinstance(found, types.FunctionType))
     for base in dict.fromkeys(base for obj in reached for base in type(obj).__mro__):
         for name, method in vars(base).items():

@@ -34,8 +34,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.capture.random_skips import may_draw
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, watching
-from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import (
     RandomKey,

@@ -33,7 +33,7 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import Action
-from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.outside import outside_variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.state.untouched import attributes, random_state
 from lightning_avgpipe.utils import tree
@@ -89,7 +89,7 @@ class ForwardState:
 
     def done(self) -> None:
         """End the first execution: keep only what it has changed."""
-        self._before[1].keep_changed()
+        self._before[1].drop_unchanged()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
 def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
     """Return the variables outside of modules that units change, and the random generators that others lead to."""
     changed, found = {name for path, name in program.graph.changed_by_units if not path}, list[Any]()
-    for name, variable in outside(module).items():
+    for name, variable in outside_variables(module).items():
         found += [variable] if name in changed else Snapshot([variable], opaque="generators").opaque
     return found
 

@@ -31,17 +31,17 @@ from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.flat_program import ProgramWriter
 from lightning_avgpipe.engine.part import (
-    Entry,
     OffPathNode,
     Part,
     Path,
     ReplayContext,
     Replayed,
+    ResultDescription,
     Runner,
     Tapped,
 )
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.engine.stage_values import SkippedCalls, StageValues, modes_of
+from lightning_avgpipe.engine.stage_values import AnswerCache, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -59,7 +59,7 @@ class _StageEnd(BaseException):
     """The exception that ends the step function on a stage. It is no ``Exception``, which user code might catch."""
 
 
-def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: SkippedCalls) -> Replayed:
+def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: AnswerCache) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
     Args:
@@ -71,7 +71,7 @@ def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: S
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
-    runner = Runner(part, context, context.unforeseen.draws.node)
+    runner = Runner(part, context, context.late_effect_checks.draws.node)
     replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else lambda tensor: tensor, tuple(part.args))
@@ -84,7 +84,7 @@ def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: S
         writer.checked(replayer.is_inside),
     ):
         try:
-            result = replayer.handed_out(part.run(*args))
+            result = replayer.with_state_copied(part.run(*args))
         except _StageEnd:
             result = None
         except AbsentValueError as error:
@@ -97,7 +97,7 @@ def replay(part: Part, context: ReplayContext, writer: ProgramWriter, answers: S
     began_on_host = begun is not None and begun != peek_host()
     sent = replayer.sent()
     told = replayer.attestation.told()
-    replayed = Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
+    replayed = Replayed(result, sent, replayer.descriptions(), replayer.tapped, began_on_host, told)
     writer.end(replayed, complete=replayer.is_complete(result))
     return replayed
 
@@ -111,33 +111,33 @@ class _Replayer(StepTracer):
         context: ReplayContext,
         runner: Runner,
         writer: ProgramWriter,
-        answers: SkippedCalls,
+        answers: AnswerCache,
     ) -> None:
         # weights of other stages, which may be absent here, are on the device of this one for the step
         super().__init__(context.units, context.owned, context.device, context.owned.keys())
-        program, before = part.program, part.entries
-        self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last, context.owned)
+        program, before = part.program, part.descriptions
+        self.attestation = Attestation(self.known, program.stage, part.requests, program.is_last, context.owned)
         self.tapped: Tapped | None = None
         self._program = program
         self._tap = part.tap
         self._observe = part.observe
         self._writer = writer
-        self._unforeseen = context.unforeseen
+        self._late_effect_checks = context.late_effect_checks
         self._runner = runner
         self._answers = answers
         self._answered = answers.begin(part)  # by position
         self._position = 0
         # what the nodes of earlier stages returned: fewer if the step ended on one of them, more after a detour
-        self._before: tuple[Entry | OffPathNode, ...]
+        self._before: tuple[ResultDescription | OffPathNode, ...]
         self._detour: Detour | None = None  # None while the step is on the captured path
         if isinstance(before, Path):
-            self._before, self._start, values = before.entries, len(before.entries), before.values
+            self._before, self._start, values = before.descriptions, len(before.descriptions), before.values
             self._ended_before = before.ended
             self._detour = self._new_detour(before.shared)
         else:
             self._before, self._start, values = before, program.start, program.receives
             self._ended_before = len(before) < program.start
-        self._own: list[Entry] = []  # what the nodes of this stage have returned
+        self._own: list[ResultDescription] = []  # what the nodes of this stage have returned
         self._end: _StageEnd | None = None  # the exception that has ended the step on this stage
         self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
@@ -174,7 +174,7 @@ class _Replayer(StepTracer):
         return self.values.stand_in(known.value, known.make)
 
     def on_assign(self, module: nn.Module, name: str) -> None:
-        self._unforeseen.note_assignment(module, name, self._position < self._start, self.attestation)
+        self._late_effect_checks.note_assignment(module, name, self._position < self._start, self.attestation)
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -199,7 +199,7 @@ class _Replayer(StepTracer):
                 result = func(*args, **kwargs)
         else:
             if tensors:
-                self._unforeseen.buffers.check_call(name, tensors)
+                self._late_effect_checks.buffers.check_call(name, tensors)
             result = func(*args, **kwargs)
         self.attestation.made(name, args, kwargs, result)
         self._writer.glue(func, args, kwargs, result, tensors)
@@ -233,7 +233,7 @@ class _Replayer(StepTracer):
             raise self._caught(self._end)
         position, start = self._position, self._start
         if position == start:
-            self._unforeseen.begin_part()
+            self._late_effect_checks.begin_part()
         if position == self._tap > start and self._detour is None:
             values = tuple(self.values.to_send(v).detach().clone() for v in self._program.graph.live(position))
             self.tapped = values, self._entries
@@ -271,10 +271,10 @@ class _Replayer(StepTracer):
             "ParameterDict beside one that is used there"
         )
 
-    def _expected(self, position: int) -> tuple[Node | None, Entry | None]:
+    def _expected(self, position: int) -> tuple[Node | None, ResultDescription | None]:
         """Return the node that is expected next, if known, and its result's description if it does not run here."""
         nodes, program = self._program.graph.nodes, self._program
-        entry = program.elsewhere.get(position)
+        entry = program.foreign_upkeep.get(position)
         if position < self._start:
             before = self._before[position]
             if isinstance(before, OffPathNode):
@@ -284,7 +284,7 @@ class _Replayer(StepTracer):
             return None, None
         return nodes[position], entry
 
-    def _skip(self, operation: Operation, node: Node, entry: Entry) -> Any:
+    def _skip(self, operation: Operation, node: Node, entry: ResultDescription) -> Any:
         if (mode := self.mode()) is not None:
             raise StepChangedError(
                 f"at {source_line()} the step is in a {mode}, and was in none when it was captured; stage "
@@ -394,7 +394,7 @@ class _Replayer(StepTracer):
             return self._detour.sent
         return tuple(map(self.values.to_send, self._program.sends))
 
-    def entries(self) -> tuple[Entry, ...] | Path:
+    def descriptions(self) -> tuple[ResultDescription, ...] | Path:
         """Return the descriptions of all nodes up to the end of this stage, or their path."""
         return self._entries if self._detour is None else self._detour.path(self._entries)
 
@@ -423,7 +423,7 @@ class _Replayer(StepTracer):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
-        self._held = self._unforeseen.held()
+        self._held = self._late_effect_checks.held()
         self._end, self.has_left = _StageEnd(), True
         return self._end
 

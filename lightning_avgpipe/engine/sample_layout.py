@@ -47,7 +47,7 @@ _CONSTANTS = (
 
 
 @dataclass(frozen=True)
-class Expected:
+class BatchInfo:
     """What is known about batches from their dataloader.
 
     Attributes:
@@ -62,7 +62,7 @@ class Expected:
 
 
 @dataclass
-class Seen:
+class EarlierBatches:
     """Findings about earlier batches of the same source, which decide how an ambiguous later one is read.
 
     Attributes:
@@ -117,7 +117,9 @@ class Layout:
         return self.kind == "split" or any(layout.divides for layout in self.below)
 
 
-def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None) -> tuple[int, Layout] | None:
+def layout(
+    batch: Any, expected: BatchInfo = BatchInfo(), seen: EarlierBatches | None = None
+) -> tuple[int, Layout] | None:
     """Find the samples of a batch.
 
     Args:
@@ -130,7 +132,7 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
         BatchError: tensors disagree about the number of samples, a list or a tensor may be read in two ways, or an
             object may hold samples that cannot be taken out. The message names the leaves.
     """
-    seen = Seen() if seen is None else seen
+    seen = EarlierBatches() if seen is None else seen
     if seen.refusal is not None:
         raise BatchError(seen.refusal)
     try:
@@ -142,7 +144,7 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
         seen.began = True
 
 
-def _found(batch: Any, expected: Expected, seen: Seen) -> tuple[int, Layout] | None:
+def _found(batch: Any, expected: BatchInfo, seen: EarlierBatches) -> tuple[int, Layout] | None:
     found: dict[int, tuple[Layout, dict[str, bool]]] = {}
     refusals = []
     for n in _candidates(batch, expected.size):
@@ -181,7 +183,7 @@ class _Ambiguity(BatchError):
 class _Reader:
     """A reader of a batch under the assumption that it has n samples."""
 
-    def __init__(self, n: int, expected: Expected, seen: Seen) -> None:
+    def __init__(self, n: int, expected: BatchInfo, seen: EarlierBatches) -> None:
         self._n = n
         self._expected = expected
         self._seen = seen
@@ -320,7 +322,7 @@ def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
         )
 
 
-def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
+def _check_repeated(batch: Any, read: Layout, name: str, seen: EarlierBatches) -> None:
     """Check that no object that may hold samples would be repeated for all micro-batches."""
     if read.kind == "inside":
         for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):

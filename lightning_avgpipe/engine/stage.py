@@ -20,7 +20,7 @@ from lightning_avgpipe.engine.part import Observe, OffPathNode, Part, Path, Repl
 from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
-from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
+from lightning_avgpipe.engine.task import Inputs, ReceivedLeaf, Stash, Task, enter_values
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Lasting, explain_overwritten, registers_of, states_of
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.random_streams import generators, restored
 from lightning_avgpipe.utils.torch_compat import version_of
 
 # Runs a backward, or a part of one: gets the gates of received values, the roots, and the gradients of the roots.
-GraphRunner = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
+GraphRunner = Callable[[Sequence[ReceivedLeaf], list[Tensor], list[Tensor | None]], None]
 
 
 class StagePart:
@@ -78,9 +78,9 @@ class Stage:
         weights: weights that its actions use.
         execution: options for the execution of units.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
-        shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
+        is_visible: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
-        kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
+        shortcut: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
         relayed: whether the values that it receives are relayed to the next stage.
         repeats: whether an earlier stage of this process also runs the code before this stage's part.
 
@@ -103,14 +103,14 @@ class Stage:
         weights: Weights,
         execution: Execution = Execution(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
-        shown: bool = True,
+        is_visible: bool = True,
         of_units: OwnAttributes | None = None,
-        kept: Shortcut | None = None,
+        shortcut: Shortcut | None = None,
         relayed: bool = False,
         repeats: bool = False,
     ) -> None:
         self.program = program
-        self.module = OwnModule(program, module, weights, of_units, shown)
+        self.module = OwnModule(program, module, weights, of_units, is_visible)
         self.execution = execution
         self._device = device
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
@@ -121,7 +121,7 @@ class Stage:
         self._seeding = list(dict.fromkeys(inner for outer in seeding for inner in outer.modules()))
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
-        self._prefix = Prefix(program, device, kept)
+        self._prefix = Prefix(program, device, shortcut)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # casts are kept if no hook or version changes weights in an iteration; compiled code makes its own
         constant = weights.constant and not execution.interrupted and not self._step.rewritten.parameters()
@@ -203,7 +203,7 @@ class Stage:
             self._keep(micro_batch, gates, _roots(replayed))
         return onward
 
-    def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
+    def _keep(self, micro_batch: int, gates: tuple[ReceivedLeaf, ...], roots: tuple[Tensor, ...]) -> None:
         if self._seeding:
             self._kept_by_seeding[micro_batch] = attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots)
@@ -226,15 +226,15 @@ class Stage:
         message: Message | None,
         copies: dict[int, str],
         observe: Observe | None = None,
-    ) -> tuple[tuple[Gate, ...], Replayed]:
+    ) -> tuple[tuple[ReceivedLeaf, ...], Replayed]:
         """Execute this stage's part of the step on a micro-batch; for ``observe``, see :class:`Part`."""
         program, tap = self._prefix.rest(task, micro_batch, message)
-        gates: tuple[Gate, ...] = ()
+        gates: tuple[ReceivedLeaf, ...] = ()
         received: list[Tensor] = []
         if message is not None:
             values = self._received(message, program)
-            gates, received = entered(message, values, task.trains, self._repetition.overwritten)
-        entries, attested = (message.entries, message.attested) if message is not None else ((), ())
+            gates, received = enter_values(message, values, task.trains, self._repetition.overwritten)
+        entries, attested = (message.descriptions, message.requests) if message is not None else ((), ())
         part = Part(
             program,
             partial(task.run, micro_batch),
@@ -245,7 +245,7 @@ class Stage:
             observe=observe or self._step.observe,
             repeat=self._repetition.units if task.trains else None,
             tap=tap,
-            attested=attested,
+            requests=attested,
         )
         with self._casts.reused() if self._casts is not None and task.trains else _NOTHING:
             replayed = self._step.run(part, task, micro_batch, copies, self._watched)
@@ -253,7 +253,7 @@ class Stage:
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
         """Return the indices of a message's values."""
-        return message.entries.values if isinstance(message.entries, Path) else program.receives
+        return message.descriptions.values if isinstance(message.descriptions, Path) else program.receives
 
     def message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
         """Return the message of a forward to the next stage; for use within the forward's :meth:`OwnModule.placed`."""
@@ -263,14 +263,14 @@ class Stage:
             micro_batch,
             sent,
             requires_grad,
-            replayed.entries,
+            replayed.descriptions,
             forward_only=self._prefix.stages,
-            attested=replayed.attested,
+            requests=replayed.requests,
         )
 
     def unsendable(self, message: Message, error: UnsendableError) -> UnsendableError:
         """Return an error that names the node whose result cannot be sent to the next stage."""
-        path = message.entries.entries if isinstance(message.entries, Path) else message.entries
+        path = message.descriptions.descriptions if isinstance(message.descriptions, Path) else message.descriptions
         what = f"stage {self.program.stage} sends something"
         for number, entry in enumerate(path):
             node, returned = entry if isinstance(entry, OffPathNode) else (self.program.graph.nodes[number], entry)
@@ -358,7 +358,7 @@ class Stage:
         """
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
-        skipped = stash.is_skipped if message is None else bool(message.entries)
+        skipped = stash.is_skipped if message is None else bool(message.descriptions)
         if skipped:
             self.skipped.add(micro_batch)
         begins = message is None  # a loss needs no incoming gradient
@@ -382,7 +382,7 @@ class Stage:
                     self._check_states(before, micro_batch)
         if self.program.stage <= self._prefix.stages:  # the first of those that train
             return None
-        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
+        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), descriptions=skipped)
 
     def _check_states(self, before: Mapping[str, tuple[int, int]], micro_batch: int) -> None:
         """Check that a backward has changed no buffers after the forward of a later micro-batch.

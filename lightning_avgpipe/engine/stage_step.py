@@ -26,25 +26,25 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import (
-    UNUSED,
+    NULL_WRITER,
     VALUES,
+    AnswerChanged,
     FlatProgram,
-    OtherAnswer,
-    OtherForm,
+    FormChanged,
     ProgramWriter,
     description,
 )
+from lightning_avgpipe.engine.late_effect_checks import LateEffectChecks
 from lightning_avgpipe.engine.late_effects import ReadState
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
-from lightning_avgpipe.engine.stage_values import SkippedCalls
+from lightning_avgpipe.engine.stage_values import AnswerCache
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten, registers_of, states_of
-from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.outside import assigned_names, names_in, users_classes
+from lightning_avgpipe.state.outside import assigned_names, names_in, user_classes
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import nearest
@@ -64,7 +64,7 @@ def why_follow(program: StageProgram) -> str | None:
     graph = program.graph
     reasons = {
         "it changes its batch": graph.batch_writes,
-        "it changes buffers between units": graph.glue_states or program.upkeep or program.elsewhere,
+        "it changes buffers between units": graph.glue_states or program.upkeep or program.foreign_upkeep,
         "it changes attributes or objects": graph.assigned_between or graph.set_back or graph.mutated_between,
         "it writes into tensors of its own": graph.written_tensors or graph.carried,
         "it draws from Python's or NumPy's generators": graph.host_drawing,
@@ -93,7 +93,7 @@ def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ..
     # attributes that users have added to tensors are not compared: object() makes the form unique
     attributes = [object() if vars(tensor) and not isinstance(tensor, Absent) else None for tensor in tensors]
     tensors += part.received
-    return tensors, (list(map(description, tensors)), attributes, structure, part.entries, part.attested)
+    return tensors, (list(map(description, tensors)), attributes, structure, part.descriptions, part.requests)
 
 
 def _structure(item: Any, tensors: list[Tensor]) -> Any:
@@ -183,7 +183,7 @@ class Programs:
         if not self.static and self._named_and_assigned:
             self.end(f"it names '{min(self._named_and_assigned)}', which a submodule assigns")
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
-            return UNUSED
+            return NULL_WRITER
         # of two micro-batches of a form, at least one is checked before programs run
         checks = not self.static and (self._is_audited or bool(self._of(form)))
         return ProgramWriter(self._module, self._context, checks)
@@ -194,7 +194,7 @@ class Programs:
         graph, module = self._program.graph, self._module
         units = {inner for path in graph.units for inner in module.get_submodule(path).modules()}
         between = [getattr(module, graph.step), *(m.forward for m in module.modules() if m not in units)]
-        return names_in(between, users_classes(module)) & assigned_names(map(type, units))
+        return names_in(between, user_classes(module)) & assigned_names(map(type, units))
 
     def keep(self, form: Any, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -249,7 +249,7 @@ class StageStep:
         self._module = module
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        self._unforeseen = Unforeseen(program, module, repeats)
+        self._late_effect_checks = LateEffectChecks(program, module, repeats)
         self._context = ReplayContext(
             units,
             owned_tensors(module, ()),
@@ -257,9 +257,9 @@ class StageStep:
             device,
             Packer(module),
             execution.compiler,
-            self._unforeseen,
+            self._late_effect_checks,
         )
-        self._answers = SkippedCalls(program, device)
+        self._answers = AnswerCache(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # whether draws from the host's generators began in this iteration
         called = (name for name, _ in module.named_buffers() if nearest(name, program.called))
@@ -273,7 +273,7 @@ class StageStep:
         """Begin an iteration whose actions run on this stream."""
         self.stream = stream
         self._programs.begin()
-        self._unforeseen.begin_iteration()
+        self._late_effect_checks.begin_iteration()
         if self._began_on_host:  # not earlier, since a forward that is repeated in its iteration must draw the same
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False
@@ -295,18 +295,18 @@ class StageStep:
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
-        trains, writer = task.trains, UNUSED
+        trains, writer = task.trains, NULL_WRITER
         if self._may_repeat(part, task):
             assert task.around is not None
             given, form = signature(part, self._programs.static)
             for written in self._programs.find(form):
                 self._states = states_of(self._buffers)
                 try:
-                    with watched(), self.rewritten.saved(trains), self._unforeseen.checked_program():
+                    with watched(), self.rewritten.saved(trains), self._late_effect_checks.checked_program():
                         replayed = self._run_program(written, given, part, task.around(micro_batch))
-                except OtherAnswer:
+                except AnswerChanged:
                     continue
-                except OtherForm as other:
+                except FormChanged as other:
                     self._check_nothing_left(other)
                     self._programs.end(str(other))
                     break
@@ -314,8 +314,8 @@ class StageStep:
                 return replayed
             writer = self._programs.writer(form)
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
-            with watched(), self._unforeseen.checked(part.args):
-                if writer is not UNUSED and task.around is not None:
+            with watched(), self._late_effect_checks.checked(part.args):
+                if writer is not NULL_WRITER and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(given)
                 replayed = replay(part, self._context_now(copies), writer, self._answers)
@@ -324,7 +324,7 @@ class StageStep:
                 writer.refuse("it draws from Python's or NumPy's generators")
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
-        if writer is not UNUSED:
+        if writer is not NULL_WRITER:
             self._programs.keep(form, writer)
         return replayed
 
@@ -332,11 +332,11 @@ class StageStep:
         """Return whether a program that is written for one micro-batch of a task may run with others."""
         if self._programs.why_not is not None or not task.trains or task.around is None:
             return False
-        if part.program is not self._program or part.tap or type(part.entries) is Path:
+        if part.program is not self._program or part.tap or type(part.descriptions) is Path:
             return False
         return (len(task.args) > 1 or self._programs.static) and not self._context.drawing.late_on_host
 
-    def _check_nothing_left(self, other: OtherForm) -> None:
+    def _check_nothing_left(self, other: FormChanged) -> None:
         """Check that an abandoned program had no lasting effects, so that the step can be followed instead.
 
         Raises:

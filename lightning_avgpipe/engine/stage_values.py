@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.part import Entry, Part, Path, ReplayContext
+from lightning_avgpipe.engine.part import Part, Path, ReplayContext, ResultDescription
 from lightning_avgpipe.engine.tensor_use import nodes_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
+from lightning_avgpipe.state.objects import ObjectState, set_state, state_of
 from lightning_avgpipe.state.parcel import Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -77,7 +77,7 @@ class StageValues:
                 return tensors[value]
         return torch.empty(0, device=self.device)
 
-    def result(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Snapshot | None) -> Any:
+    def result(self, node: Node, entry: ResultDescription, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Return the result of a node that is not executed here.
 
         Args:
@@ -133,7 +133,7 @@ class StageValues:
         """Restore objects that outlive the step to the state in which this stage's own units left them."""
         for owner, before, after in reversed(self._written):
             if after.is_same(state_of(owner)) and not before.is_same(after):
-                put_state(owner, before)
+                set_state(owner, before)
 
 
 # -- answers: stand-ins for the results of earlier stages' units, reused where the step makes the same call again ------
@@ -183,25 +183,25 @@ class Answer(NamedTuple):
     calls: tuple[str, ...]
 
 
-class SkippedCalls:
+class AnswerCache:
     """The answers to the calls that come before a stage's part of the step."""
 
     def __init__(self, program: StageProgram, device: torch.device) -> None:
         self._program, self._device = program, device
-        self._attested: Any = ()
+        self._requests: Any = ()
         self._known: list[Answer | None] = [None] * program.start
 
     def begin(self, part: Part) -> Sequence[Answer | None]:
         """Return the answers by position of the node. If a part comes with other requests than before, forget them."""
-        detour = isinstance(part.entries, Path) or len(part.entries) < part.program.start
+        detour = isinstance(part.descriptions, Path) or len(part.descriptions) < part.program.start
         if detour or part.program is not self._program:
             return ()
-        if part.attested != self._attested:
+        if part.requests != self._requests:
             self._known = [None] * part.program.start
-        self._attested = part.attested
+        self._requests = part.requests
         return self._known
 
-    def learn(self, operation: Operation, node: Node, entry: Entry, known: KnownTensors[int]) -> None:
+    def learn(self, operation: Operation, node: Node, entry: ResultDescription, known: KnownTensors[int]) -> None:
         """Keep the answer to a call that was matched with a node, if it can be reused.
 
         Args:

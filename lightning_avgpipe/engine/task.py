@@ -26,7 +26,7 @@ class Task:
         finish: ``finish(i, result)`` returns the tensor from which the backward of micro-batch i starts, given its
             result on the last stage, or None if the micro-batch has no loss. None: there are no backwards.
         key: key of the random numbers of this iteration and its first micro-batch.
-        known: micro-batches whose forwards begin with kept outputs, see :class:`~.prefix.Shortcut`.
+        starts_from_kept: micro-batches whose forwards begin with kept outputs, see :class:`~.prefix.Shortcut`.
         around: ``around(i)`` is the context in which ``run`` calls the step function; None: only ``run`` can call it.
     """
 
@@ -34,7 +34,7 @@ class Task:
     args: Sequence[Sequence[Any]]
     finish: Callable[[int, Any], Tensor | None] | None = None
     key: RandomKey = RandomKey(0)  # noqa: RUF009
-    known: frozenset[int] = frozenset()
+    starts_from_kept: frozenset[int] = frozenset()
     around: Callable[[int], AbstractContextManager[None]] | None = None
 
     @cached_property
@@ -48,7 +48,7 @@ class Task:
         return RandomKey(key.seed, key.iteration, key.pipeline, key.micro_batch + micro_batch)
 
 
-class Gate:
+class ReceivedLeaf:
     """The point where a received value enters the step, and its gradient leaves the backward.
 
     The gradient is the very tensor that autograd computes, with its strides. Accumulated in ``leaf.grad``, it could get
@@ -72,7 +72,7 @@ class Stash(NamedTuple):
         roots: tensors from which the backward starts.
     """
 
-    gates: tuple[Gate, ...]
+    gates: tuple[ReceivedLeaf, ...]
     roots: tuple[Tensor, ...]
 
     @property
@@ -112,7 +112,7 @@ class _Enter(torch.autograd.Function):
     """The entry of a received leaf into the step, without a copy, as a tensor that glue may change in place."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, gate: Gate) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, gate: ReceivedLeaf) -> Tensor:
         ctx.gate = gate
         return leaf.detach()
 
@@ -123,12 +123,12 @@ class _Enter(torch.autograd.Function):
 
 
 # not Function.apply, which is replaced while steps are followed
-_enter: Callable[[Tensor, Gate], Tensor] = super(torch.autograd.Function, _Enter).apply  # type: ignore[misc]
+_enter: Callable[[Tensor, ReceivedLeaf], Tensor] = super(torch.autograd.Function, _Enter).apply  # type: ignore[misc]
 
 
-def entered(
+def enter_values(
     message: Message, values: Sequence[int], trains: bool, overwritten: frozenset[int]
-) -> tuple[tuple[Gate, ...], list[Tensor]]:
+) -> tuple[tuple[ReceivedLeaf, ...], list[Tensor]]:
     """Return the gates of received values, and the values as they enter the step.
 
     Args:
@@ -137,14 +137,14 @@ def entered(
         trains: whether gradients are needed.
         overwritten: indices of the values that the step changes in place although they are needed again.
     """
-    gates: list[Gate] = []
+    gates: list[ReceivedLeaf] = []
     received: list[Tensor] = []
     for value, tensor, wanted in zip(values, message.tensors, message.requires_grad, strict=True):
         assert tensor is not None
         if value in overwritten:  # the original is needed again, here or by a neighbour in this process
             tensor = tensor.clone()
         if wanted and trains:
-            gates.append(Gate(tensor.detach().requires_grad_()))
+            gates.append(ReceivedLeaf(tensor.detach().requires_grad_()))
             tensor = _enter(gates[-1].leaf, gates[-1])
         received.append(tensor)
     return tuple(gates), received

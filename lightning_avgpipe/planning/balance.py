@@ -278,12 +278,12 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
     stashed = "the micro-batch that is being repeated" if ranges.memory.is_repeated(k) else flying
     parts = {
-        f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
+        f"{nbytes(need.persistent)} of weights, gradients and optimizer states": need.persistent,
         f"{nbytes(need.stash)} stashed by {stashed}": need.stash,
         f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
     }
     advice = "use more stages"
-    if need.held < need.total / 2:
+    if need.persistent < need.total / 2:
         advice += ", more (and so smaller) micro-batches, or a smaller advance"
     return PartitionError(
         f"{graph.step} does not fit into num_stages={ranges.num_stages} stages with memory_limit={nbytes(limit)}: "

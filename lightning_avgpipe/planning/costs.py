@@ -125,7 +125,7 @@ def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) ->
     legal = [gap.position for gap in gaps(graph) if gap.obstacle is None]
     cuts = tuple(p for p in legal if not any(first < p <= last for first, last in spans))
     bounds = list(itertools.pairwise((0, *cuts, len(graph.nodes))))
-    size = partial(wire_bytes, wire=costs.smallest)
+    size = partial(wire_bytes, wire=costs.planning_format)
     sent = graph.crossing(size)
     gradients = [[graph.values[v] for v in graph.live(p) if graph.values[v].requires_grad] for p in cuts]
     held = [sum(weights.get(n, 0) for n, found in uses.items() if a <= min(found) < b) for a, b in bounds]

@@ -74,7 +74,7 @@ class Memory:
         limit: bytes that each stage may use; infinite by default.
         weights: full name of each parameter or buffer -> its bytes, which cross a link once per iteration if several
             stages use it; empty: this traffic is not counted.
-        held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
+        persistent: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: largest number of micro-batches in flight on each stage, shape ``(K,)``; empty: one on every stage.
         num_microbatches: M, number of micro-batches, over which costs that arise once per iteration are spread.
         repeats: whether each stage repeats its forwards, shape ``(K,)``. Such a stage has one stash at a time, and
@@ -85,22 +85,22 @@ class Memory:
             ``(K,)``; empty: none.
         stashed: largest number of micro-batches that each stage has stashed at the same time, shape ``(K,)``; empty:
             all that are in flight.
-        doubles: stages that also run the forwards of the stage before them.
-        doubled: full name of each parameter or buffer -> bytes that the stages in ``doubles`` hold for it, if the stage
-            before uses it.
+        double_stages: stages that also run the forwards of the stage before them.
+        double_bytes: full name of each parameter or buffer -> bytes that the stages in ``double_stages`` hold for it,
+            if the stage before uses it.
     """
 
     limit: float = math.inf
     weights: Mapping[str, int] = field(default_factory=dict)
-    held: Mapping[str, int] = field(default_factory=dict)
+    persistent: Mapping[str, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
     num_microbatches: int = 1
     repeats: tuple[bool, ...] = ()
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
     extra_factors: tuple[float, ...] = ()
     stashed: tuple[int, ...] = ()
-    doubles: frozenset[int] = frozenset()
-    doubled: Mapping[str, int] = field(default_factory=dict)
+    double_stages: frozenset[int] = frozenset()
+    double_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def flights(self, stage: int) -> int:
         """Return the number of micro-batches in flight on a stage."""
@@ -126,19 +126,19 @@ class Need:
     """The estimated bytes that one stage needs.
 
     Attributes:
-        held: bytes of weights, gradients and optimizer states.
+        persistent: bytes of weights, gradients and optimizer states.
         stash: bytes that all stashed micro-batches keep for their backwards.
         boundary: bytes of the values received for all micro-batches in flight.
     """
 
-    held: int
+    persistent: int
     stash: int
     boundary: int
 
     @property
     def total(self) -> int:
         """The sum of all bytes."""
-        return self.held + self.stash + self.boundary
+        return self.persistent + self.stash + self.boundary
 
 
 def nbytes(number: float) -> str:
@@ -156,11 +156,11 @@ class Holding:
 
     Attributes:
         total: bytes of weights, gradients, optimizer states and the batch.
-        coming: part of ``total`` that is not allocated yet, such as optimizer states before the first step.
+        unallocated: part of ``total`` that is not allocated yet, such as optimizer states before the first step.
     """
 
     total: int
-    coming: int = 0
+    unallocated: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,16 @@ class UpdateScheme:
 
     Attributes:
         policy: weight policy, which says which weights actions use.
-        sharing: number of replicas of the pipeline that shard the optimizer states of each stage; 0: no sharding.
+        num_shards: number of replicas of the pipeline that shard the optimizer states of each stage; 0: no sharding.
         rolling: whether parallel pipelines go on without waiting for each other.
-        late: whether models go on while they are averaged, which needs a copy of each model as it was before.
+        delayed_averaging: whether models go on while they are averaged, which needs a copy of each model as it was
+            before.
     """
 
     policy: WeightPolicy = WeightPolicy()  # noqa: RUF009
-    sharing: int = 0
+    num_shards: int = 0
     rolling: bool = False
-    late: bool = False
+    delayed_averaging: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def memory_of(
     turns = [in_turn(row, 0, count) for row, count in zip(rows, replicas, strict=True)] if replicas else ()
     flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
     repeats = tuple(bool(repeated(row, k == num_stages - 1)) for k, row in enumerate(rows)) if recompute else ()
-    training, rolling = trains(rows[-1]), updates.rolling or updates.late
+    training, rolling = trains(rows[-1]), updates.rolling or updates.delayed_averaging
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor_bytes(tensor)
@@ -252,8 +253,8 @@ def memory_of(
             # a relay keeps as many values as the stage before it has sent
             in_flight=tuple(flights[k - (k in relays)] for k in range(num_stages)),
             stashed=flights,
-            doubles=frozenset(k + 1 for k in relays),
-            doubled={name: num_pipelines * size for name, size in weights.items()},
+            double_stages=frozenset(k + 1 for k in relays),
+            double_bytes={name: num_pipelines * size for name, size in weights.items()},
         )
     if not training:
         return memory
@@ -262,11 +263,11 @@ def memory_of(
         copies = updates.policy.copies(num_stages, schedule.num_microbatches)
         in_flight, factors = tuple(range(num_stages, 0, -1)), tuple(count - 1 for count in copies)
         memory = replace(memory, in_flight=in_flight, extra_bytes=trained, extra_factors=factors)
-    if updates.sharing:
+    if updates.num_shards:
         states = {name: conditions.state_copies * size for name, size in trained.items()}
         held = {name: size - states.get(name, 0) for name, size in held.items()}
-        shares = tuple(1 / (updates.sharing * count) for count in replicas or (1,) * num_stages)
-        memory = replace(memory, held=held, extra_bytes=states, extra_factors=shares)
+        shares = tuple(1 / (updates.num_shards * count) for count in replicas or (1,) * num_stages)
+        memory = replace(memory, persistent=held, extra_bytes=states, extra_factors=shares)
     return memory
 
 
@@ -307,13 +308,13 @@ class ModelBytes:
         model: bytes of each model: trained parameters, their gradients and optimizer states, changed buffers, a batch.
         reference: bytes of the reference that all models share if there are several models or groups.
         shared: bytes of the frozen parameters, which all models share.
-        coming: part of ``model`` that is not allocated yet.
+        unallocated: part of ``model`` that is not allocated yet.
     """
 
     model: int
     reference: int
     shared: int
-    coming: int = 0
+    unallocated: int = 0
 
 
 def model_bytes(
@@ -385,7 +386,7 @@ def holdings(
         further = (copies[k] - 1) * sum(p.nbytes for p in trained) if alone else 0
         further += sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
         total = size.shared + num_pipelines * size.model + (0 if alone else size.reference) + further
-        found[k] = Holding(total, num_pipelines * size.coming + (0 if meeting else further))
+        found[k] = Holding(total, num_pipelines * size.unallocated + (0 if meeting else further))
     return found
 
 
@@ -401,4 +402,4 @@ def with_doubles(
         weights = sum(tensor_bytes(tensors[name]) for name in {*stage.parameters, *stage.states} if name in tensors)
         for k, number in ((relay, waiting), (relay + 1, weights)):
             further[k] = further.get(k, 0) + num_pipelines * number
-    return {k: Holding(h.total + further[k], h.coming + further[k]) for k, h in found.items()}
+    return {k: Holding(h.total + further[k], h.unallocated + further[k]) for k, h in found.items()}

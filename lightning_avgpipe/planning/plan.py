@@ -147,7 +147,7 @@ class Plan:
         return count * sum(stage.forward + stage.backward for stage in self.stages)
 
     @property
-    def wires(self) -> tuple[Format | None, ...]:
+    def wire_formats(self) -> tuple[Format | None, ...]:
         """The wire format of each link between stages, shape ``(K-1,)``."""
         return tuple(stage.wire for stage in self.stages[:-1])
 
@@ -275,7 +275,7 @@ def make_plan(
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.executed(start, end)
         used = (name for node in nodes for name in node.parameters)
-        beside = (name for name, place in graph.expected_at.items() if start <= place < end and name in sizes)
+        beside = (name for name, place in graph.position_of_uncalled.items() if start <= place < end and name in sizes)
         parameters = tuple(dict.fromkeys((*used, *beside)))
         sends = tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else ()
         stages.append(
@@ -300,11 +300,11 @@ def make_plan(
 
 def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before: Sequence[StagePlan]) -> Need:
     """Return the need of a stage, which may double the one before it: then it also has its weights and one stash."""
-    if stage not in memory.doubles:
+    if stage not in memory.double_stages:
         return need
-    held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})
+    held = sum(memory.double_bytes[name] for name in {*before[-1].parameters, *before[-1].states})
     stash = int(ranges.stash[stage] - ranges.stash[stage - 1])
-    return replace(need, held=need.held + held, stash=need.stash + stash)
+    return replace(need, persistent=need.persistent + held, stash=need.stash + stash)
 
 
 def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import UnmeasurableError, measure
-from lightning_avgpipe.capture.ways import CapturedRun, fullest
+from lightning_avgpipe.capture.random_skips import CapturedRun, capture_with_fewest_skips
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
@@ -199,7 +199,7 @@ class Planner:
         way = CapturedRun(graph, step.run)
         if self.num_stages > 1:
             follow = lambda run: subject.capture(step._replace(run=run), units)  # noqa: E731
-            way = fullest(graph, step.run, subject.module, subject.place, follow)
+            way = capture_with_fewest_skips(graph, step.run, subject.module, subject.place, follow)
         graph, step = way.graph, step._replace(run=way.run)
         refinement = Refinement(subject, step, self.num_stages)
         # share the samples of earlier plans, but give each plan its own time budget
@@ -280,7 +280,7 @@ class Planner:
         # without measured costs the time of a byte is a guess, and no reason to avoid copies of parameters
         return memory if self.measures else replace(memory, weights={})
 
-    def sharing(self, replicas: tuple[int, ...], conditions: Conditions) -> tuple[Planner, Memory]:
+    def for_replicated_stages(self, replicas: tuple[int, ...], conditions: Conditions) -> tuple[Planner, Memory]:
         """Return a planner for stages that several processes share, and the memory of these stages.
 
         Args:

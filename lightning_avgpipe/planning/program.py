@@ -44,7 +44,7 @@ class StageProgram:
         return frozenset(node.index for node in self.nodes if node.index in self.graph.upkeep)
 
     @cached_property
-    def elsewhere(self) -> dict[int, Description]:
+    def foreign_upkeep(self) -> dict[int, Description]:
         """The upkeep nodes that only other stages execute, with a description of their results."""
         nodes = (self.graph.nodes[index] for index in self.graph.upkeep if index not in self.upkeep)
         return {node.index: node.entry for node in nodes if node.entry is not None}
@@ -118,10 +118,10 @@ class StageProgram:
         return _names(self.graph.nodes[self.end :]) | self._neighbours(self.end, len(self.graph.nodes))
 
     def _neighbours(self, start: int, end: int) -> frozenset[str]:
-        return frozenset(name for name, place in self.graph.expected_at.items() if start <= place < end)
+        return frozenset(name for name, place in self.graph.position_of_uncalled.items() if start <= place < end)
 
     @cached_property
-    def alike(self) -> dict[tuple[str, str], Node]:
+    def last_node_of(self) -> dict[tuple[str, str], Node]:
         """The last node of the stage for each kind and name."""
         return {(node.kind, node.name): node for node in self.nodes}
 
@@ -130,7 +130,7 @@ class StageProgram:
         """Whether this is the last stage, which computes the result of the step."""
         return self.stage == self.num_stages - 1
 
-    def behind(self, position: int) -> StageProgram:
+    def from_position(self, position: int) -> StageProgram:
         """Return the rest of the program from ``position`` on, which receives the values that cross it."""
         return replace(self, start=position, receives=self.graph.live(position))
 

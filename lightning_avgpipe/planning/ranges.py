@@ -62,7 +62,7 @@ class Ranges:
         points = np.asarray(positions)
         crossing = np.array([graph.boundary_bytes[p] for p in positions], dtype=float)
         crossing[[0, -1]] = 0.0
-        sent = graph.crossing(partial(wire_bytes, wire=costs.smallest))
+        sent = graph.crossing(partial(wire_bytes, wire=costs.planning_format))
         travels = np.array([sent[p] for p in positions], dtype=float) * (crossing > 0)
         used, alone = _owned(graph, points, memory.weights)
         slowest = max((costs.link(hop).per_byte for hop in range(num_stages - 1)), default=0.0)
@@ -77,7 +77,7 @@ class Ranges:
             work,
             forward[None, :] - forward[:, None],
             np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * travels,
-            _owned(graph, points, memory.held)[0],
+            _owned(graph, points, memory.persistent)[0],
             _owned(graph, points, memory.extra_bytes)[0],
             np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
             crossing,

@@ -122,7 +122,7 @@ class PlayedLane:
     Attributes:
         waits: kind -> direction of the message that an action of this kind waits for.
         receivers: kind -> lanes that receive the messages of its actions in turns, each with the link to it.
-        onwards: lane to which activations are relayed, the link to it, and the number of segments; None: no relay.
+        relay: lane to which activations are relayed, the link to it, and the number of segments; None: no relay.
         updates: updates of the stage, one of which each iteration but the first waits for; None unless several
             pipelines roll.
         updated: number of iterations whose update has been made.
@@ -131,7 +131,7 @@ class PlayedLane:
     """
 
     __slots__ = (
-        "_arrivals", "_end", "begin_s", "device", "length", "onwards", "pieces", "pipeline", "receivers", "replica",
+        "_arrivals", "_end", "begin_s", "device", "length", "pieces", "pipeline", "receivers", "relay", "replica",
         "row", "spans", "stage", "turns", "updated", "updates", "waits",
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ class PlayedLane:
         self.device, self.pieces, self.turns = device, pieces, turns
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, list[tuple[PlayedLane, PlayedLink]]] = {}
-        self.onwards: tuple[PlayedLane, PlayedLink, int] | None = None
+        self.relay: tuple[PlayedLane, PlayedLink, int] | None = None
         self.updates: PlayedUpdates | None = None
         self.updated = 0
         self.begin_s = 0.0
@@ -416,8 +416,8 @@ class Player:
             arrival_s = link.send(self.now, lane.pipeline, i)
             assert kind.produces is not None
             self._arrive(there, kind.produces, i, arrival_s)
-            if there.onwards is not None and kind.produces == "forward":
-                behind, following, segments = there.onwards
+            if there.relay is not None and kind.produces == "forward":
+                behind, following, segments = there.relay
                 piece_s, rest_s = link.occupied_s / segments, following.occupied_s / segments
                 first_s = arrival_s - link.occupied_s + piece_s  # the first segment is relayed when it arrives
                 at_s = following.send(first_s, lane.pipeline, i, arrival_s + rest_s)
@@ -493,7 +493,7 @@ def _connect(
     for lane in lanes:
         if lane.stage in schedule.relays and (lane.pipeline, lane.stage + 1) in by_place:
             (behind,) = by_place[lane.pipeline, lane.stage + 1]
-            lane.onwards = *link_to(behind, "forward", lane), schedule.segments
+            lane.relay = *link_to(behind, "forward", lane), schedule.segments
         for kind in lane.pieces:
             if kind.consumes is not None and (lane.pipeline, lane.stage - _STEP[kind.consumes]) in by_place:
                 lane.waits[kind] = kind.consumes

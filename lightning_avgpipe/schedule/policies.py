@@ -71,5 +71,5 @@ class WeightPolicy:
 POLICIES: dict[str, WeightPolicy] = {"flush": WeightPolicy()}
 
 # Classes of option values that have a policy as their attribute ``policy`` -> an example of such a value, as code.
-GIVEN: dict[type, str] = {}
-ABOUT: list[str] = []  # sentences for the documentation of the option ``weight_policy``
+OPTION_TYPES: dict[type, str] = {}
+OPTION_DOCS: list[str] = []  # sentences for the documentation of the option ``weight_policy``

@@ -30,7 +30,7 @@ def candidates(name: str, num_stages: int, num_microbatches: int) -> list[Schedu
 
 
 @dataclass(frozen=True)
-class SharedStages:
+class ReplicatedStageCosts:
     """Stages whose replicas take whole micro-batches in turns; devices are numbered from the first stage on.
 
     Attributes:

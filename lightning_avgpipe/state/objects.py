@@ -48,9 +48,9 @@ _COPIES: dict[Any, Any] = {list: list, set: set, deque: list, tuple: tuple, froz
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all ctypes data
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+BASE_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 # The registries of hooks that a module's forward and backward call.
-CALLED_HOOKS = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
+CALLED_HOOKS = sorted(name for name in BASE_MODULE_ATTRIBUTES if "ward_" in name and "hooks" in name)
 
 # Ids of the global generators of Python and NumPy.
 _COMMON = frozenset(map(id, (random._inst, np.random.mtrand._rand, np.random.mtrand._rand._bit_generator)))  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def state_of(obj: Any) -> ObjectState:
     return _kind(type(obj)).read(obj)
 
 
-def put_state(obj: Any, state: ObjectState) -> None:
+def set_state(obj: Any, state: ObjectState) -> None:
     """Set an object to a state."""
     put = _put_contents if state.is_contents else _kind(type(obj)).put
     put(obj, state)
@@ -258,8 +258,8 @@ _EXACT: dict[type, _Kind] = {
 }
 _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (nn.Module, _Kind(
-        lambda obj: ObjectState(None, {n: held for n, held in vars(obj).items() if n not in OF_EVERY_MODULE}),
-        lambda obj, state: _put_attributes(obj, state, OF_EVERY_MODULE),
+        lambda obj: ObjectState(None, {n: held for n, held in vars(obj).items() if n not in BASE_MODULE_ATTRIBUTES}),
+        lambda obj, state: _put_attributes(obj, state, BASE_MODULE_ATTRIBUTES),
     )),
     (type, _Kind(lambda obj: ObjectState(None, _of_class(obj)), _put_class)),
     (functools.partial, _Kind(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.state.objects import ATOMS, Variable, is_restorable
-from lightning_avgpipe.state.snapshot import is_open, led_to
+from lightning_avgpipe.state.snapshot import is_open, reachable
 from lightning_avgpipe.utils.source import PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
@@ -24,7 +24,7 @@ _MOST = 1000  # containers with more items are not searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
-def outside(module: nn.Module) -> dict[str, Variable]:
+def outside_variables(module: nn.Module) -> dict[str, Variable]:
     """Return the variables that a module's code refers to, directly or through the functions and classes that it uses.
 
     The searched code is that of the classes of the module and its submodules, and of the functions and objects in their
@@ -41,7 +41,7 @@ def forget() -> None:
     _reached.cache_clear()
 
 
-def users_classes(module: nn.Module) -> tuple[type, ...]:
+def user_classes(module: nn.Module) -> tuple[type, ...]:
     """Return the user's classes among those of a module, its submodules, and the objects that they hold."""
     return _code_of(module)[0]
 
@@ -52,7 +52,7 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
     Args:
         module: the whole module.
         path: path of the submodule; "" for a variable outside of modules.
-        name: name of the attribute, or full name of the variable as in :func:`outside`.
+        name: name of the attribute, or full name of the variable as in :func:`outside_variables`.
     Raises:
         KeyError: the module's code refers to no such variable.
     """
@@ -61,7 +61,7 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
 
 def variables(module: nn.Module, keys: Collection[tuple[str, str]]) -> dict[tuple[str, str], Variable]:
     """Return the result of :func:`variable` for each ``(path, name)``; the code is searched only once."""
-    named = outside(module) if any(name.startswith(KINDS) for _, name in keys) else {}
+    named = outside_variables(module) if any(name.startswith(KINDS) for _, name in keys) else {}
     return {
         (path, name): named[name] if name.startswith(KINDS) else Variable(vars(module.get_submodule(path)), name)
         for path, name in keys
@@ -84,7 +84,7 @@ def assigned_names(classes: Iterable[type]) -> frozenset[str]:
         method.__code__ for base in own for name, method in vars(base).items()
         if isinstance(method, types.FunctionType) and name not in ("__init__", "__setstate__", "__init_subclass__")
     )  # fmt: skip
-    named = (entry for outer in found for code in codes(outer) for entry in naming(code))
+    named = (entry for outer in found for code in nested_code(outer) for entry in name_instructions(code))
     return frozenset(name for operation, name, *_ in named if operation in ("STORE_ATTR", "STORE_GLOBAL"))
 
 
@@ -103,7 +103,7 @@ def users_code(functions: Iterable[Callable[..., Any]], classes: Sequence[type])
             waiting.append(wrapped)
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
             continue
-        for code in codes(function.__code__):
+        for code in nested_code(function.__code__):
             seen.add(code)
             yield code
             for name in code.co_names:
@@ -147,10 +147,10 @@ class _Function:
 
 
 def _code_of(module: nn.Module) -> tuple[tuple[type, ...], tuple[_Function, ...]]:
-    """Return the user's classes, as :func:`users_classes` does, and the user's functions in attributes."""
+    """Return the user's classes, as :func:`user_classes` does, and the user's functions in attributes."""
     modules = list(module.modules())
     held = [h for m in modules for name, h in vars(m).items() if name not in REGISTRIES]
-    reached = led_to(held, _MOST)
+    reached = reachable(held, _MOST)
     functions = (_Function(f) for f in reached if isinstance(f, types.FunctionType) and _is_users(f))
     classes = map(type, (*modules, *held, *reached))
     return tuple(filter(_is_users, dict.fromkeys(classes))), tuple(dict.fromkeys(functions))
@@ -241,12 +241,12 @@ class _Reached:
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Search a code object, and the code of functions inside of it, with its global variables."""
-        for part in codes(code):
+        for part in nested_code(code):
             self._read(part, namespace)
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # what the last instruction loaded, whose attribute the next may access
-        for operation, name, offset, follows in naming(code):
+        for operation, name, offset, follows in name_instructions(code):
             module, before = before if follows else None, None
             if operation.startswith("LOAD_"):
                 self.loads[name].add((code, offset))
@@ -281,7 +281,7 @@ _OF_ENCLOSED = ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_
 
 
 @functools.cache
-def naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
+def name_instructions(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
     """Return the instructions that refer to a name: operation, name, offset, and whether one is directly before it.
 
     The result is cached: disassembling takes most of the time of a search, and each step searches the same code.
@@ -299,12 +299,12 @@ def _bare(thing: Any) -> Any:
     return thing.__func__ if isinstance(thing, (staticmethod, classmethod, types.MethodType)) else thing
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code object and those that are nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+            yield from nested_code(constant)
 
 
 def _full_name(thing: type | types.FunctionType) -> str:

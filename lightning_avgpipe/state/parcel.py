@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.state.objects import ATOMS, ObjectState, put_state, same_items, state_of
+from lightning_avgpipe.state.objects import ATOMS, ObjectState, same_items, set_state, state_of
 from lightning_avgpipe.state.snapshot import Snapshot, is_open
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import TensorMeta
@@ -137,7 +137,7 @@ def _apply(change: Change, owners: Sequence[Any]) -> None:
         raise LookupError(f"a {change.type} was expected, a {type(obj).__qualname__} was found")
     now = state_of(obj)
     attributes = {k: v for k, v in now.attributes.items() if k not in change.removed} | change.attributes
-    put_state(obj, ObjectState(now.items if change.items is None else change.items, attributes))
+    set_state(obj, ObjectState(now.items if change.items is None else change.items, attributes))
 
 
 class _Pickler(pickle.Pickler):

@@ -29,7 +29,7 @@ from lightning_avgpipe.state.objects import (
     ObjectState,
     Variable,
     num_items,
-    put_state,
+    set_state,
     state_of,
 )
 from lightning_avgpipe.utils.lightning import LIGHTNING
@@ -70,7 +70,7 @@ class Snapshot:
         opaque: whether the contents of arrays and random generators are kept as well; ``"generators"``: only those of
             random generators; ``"iterators"``: only the positions of iterators.
         generators: random generators to treat as owners, by their indices among all random generators that are reached.
-        like: earlier snapshot. Its copies of arrays and generators are reused where these have not changed.
+        reuse: earlier snapshot. Its copies of arrays and generators are reused where these have not changed.
 
     Attributes:
         tensors: tensors that are reached, each once, in the order in which they are reached.
@@ -86,7 +86,7 @@ class Snapshot:
         contents: bool = False,
         opaque: Opaque = False,
         generators: Collection[int] = (),
-        like: Snapshot | None = None,
+        reuse: Snapshot | None = None,
     ) -> None:
         self.tensors: list[Tensor] = []
         self.opaque: list[Any] = []
@@ -94,7 +94,7 @@ class Snapshot:
         self.indices: dict[int, int] = {}
         self._states: list[tuple[Any, ObjectState]] = []
         opened = {id(obj): obj for obj in entered}
-        kept = {} if like is None else like._copies()
+        kept = {} if reuse is None else reuse._copies()
         is_opaque = _CHOICES.get(str(opaque), objects.is_restorable)
         seen, numbering = set[int](), count()
         waiting = [*opened.values(), *roots][::-1]
@@ -171,28 +171,29 @@ class Snapshot:
         """Restore every object to its snapshot.
 
         Args:
-            now: snapshot of the current state that was made with this one as ``like``; it saves comparing arrays again.
+            now: snapshot of the current state that was made with this one as ``reuse``; it saves comparing arrays
+                again.
         """
         known = {} if now is None else now._copies()
         for obj, before in self._states:
             if not (known[id(obj)] is before if id(obj) in known else before.is_of(obj)):
-                put_state(obj, before)
+                set_state(obj, before)
         for tensor, copy in self._contents:
             _put_contents(tensor, copy)
 
     # -- change the snapshot itself -----------------------------------------------------------------------------------
 
-    def follow(self, changed: Iterable[Any]) -> None:
+    def update(self, changed: Iterable[Any]) -> None:
         """Update the snapshot to the current states of some objects."""
         ids = set(map(id, changed))
         self._states = [(obj, state.now(obj) if id(obj) in ids else state) for obj, state in self._states]
 
-    def adopt(self, others: Snapshot, known: Snapshot) -> None:
+    def add_new(self, others: Snapshot, known: Snapshot) -> None:
         """Add the objects of ``others`` that are neither here nor in ``known``: they were made since."""
         here = {id(obj) for one in (self, known) for obj, _ in one._states}
         self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
 
-    def keep_changed(self) -> None:
+    def drop_unchanged(self) -> None:
         """Drop everything that has not changed; of a module, keep only the attributes that hold another object now.
 
         Tensors with a ``grad_fn`` are dropped as well, since they would keep the graph alive.
@@ -207,7 +208,7 @@ class Snapshot:
                     kept.append((Variable(vars(obj), name), ObjectState(None, {"value": held})))
         self._states, self._versions, self._contents, self.tensors = kept, [], [], []
 
-    def among(self, chosen: Collection[int]) -> Snapshot:
+    def restricted_to(self, chosen: Collection[int]) -> Snapshot:
         """Return a snapshot of only the objects with these ids, without tensors."""
         found = Snapshot(())
         found._states = [(obj, state) for obj, state in self._states if id(obj) in chosen]
@@ -217,10 +218,10 @@ class Snapshot:
         """Replace every tensor in the objects by ``fn(tensor)``."""
         for obj, state in self._states:
             if not state.is_contents and not state.is_same(new := state.mapped(fn)):
-                put_state(obj, new)
+                set_state(obj, new)
 
 
-def leading(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = True) -> tuple[K, ...]:
+def keys_leading_to(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = True) -> tuple[K, ...]:
     """Return the keys of the values from which an object or tensor with one of these ids is reachable."""
     if not chosen:
         return ()
@@ -239,11 +240,11 @@ def assign(obj: Any, other: Any) -> bool:
     is_known = state.items is not None or state.attributes or hasattr(obj, "__dict__")
     if not is_known or isinstance(obj, _VALUES) or objects.is_restorable(obj):
         return False
-    put_state(obj, state)
+    set_state(obj, state)
     return True
 
 
-def led_to(roots: Iterable[Any], most: int) -> list[Any]:
+def reachable(roots: Iterable[Any], most: int) -> list[Any]:
     """Return all objects that are reachable from some roots, except tensors, modules, numbers and the like.
 
     Args:

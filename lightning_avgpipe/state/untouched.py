@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Buffers, Variable
-from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.objects import BASE_MODULE_ATTRIBUTES, Buffers, Variable
+from lightning_avgpipe.state.outside import outside_variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.state.writes import put_back
 from lightning_avgpipe.utils.device import all_generators
@@ -18,7 +18,7 @@ from lightning_avgpipe.utils.lightning import LIGHTNING
 from lightning_avgpipe.utils.random_streams import HostState, restored
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
 
-_HELD = OF_EVERY_MODULE.difference(REGISTRIES, ("_non_persistent_buffers_set",)) | {"_modules"}
+_HELD = BASE_MODULE_ATTRIBUTES.difference(REGISTRIES, ("_non_persistent_buffers_set",)) | {"_modules"}
 _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
 
@@ -50,7 +50,7 @@ class Untouched:
                 for name, p in module.named_parameters()
             ]
         held = [Variable(vars(m), name) for m in modules for name in _HELD & vars(m).keys()]
-        self._variables = Snapshot([*outside(module).values(), *held], opaque=True)
+        self._variables = Snapshot([*outside_variables(module).values(), *held], opaque=True)
         self._attributes = attributes([*modules, *_own_classes(modules)], contents=True)
 
     @contextlib.contextmanager

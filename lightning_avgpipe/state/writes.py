@@ -77,16 +77,17 @@ class Changes(Writes):
         others: other tensors that may be written to, such as the batch.
 
     Attributes:
-        strange: whether, since :meth:`begin`, the step has written into a tensor without a name that it did not make.
-        nameless: memory addresses of all tensors without a name that were written to, also through views.
-        viewed: those of ``nameless`` that were written to through a view since :meth:`begin`.
+        wrote_unknown: whether, since :meth:`begin`, the step has written into a tensor without a name that it did not
+            make.
+        unnamed: memory addresses of all tensors without a name that were written to, also through views.
+        unnamed_views: those of ``unnamed`` that were written to through a view since :meth:`begin`.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
         super().__init__(module)
-        self.strange = False
-        self.nameless: set[int] = set()
-        self.viewed: set[int] = set()
+        self.wrote_unknown = False
+        self.unnamed: set[int] = set()
+        self.unnamed_views: set[int] = set()
         self._made = {address(tensor) for tensor in others}
         self._found: set[int] = set()  # addresses of what operations have used and none has made
         self._parameters: dict[str, nn.Parameter] = {}
@@ -104,7 +105,7 @@ class Changes(Writes):
 
     def begin(self) -> None:
         """Forget all writes so far."""
-        self.written, self.strange, self.viewed = set(), False, set()
+        self.written, self.wrote_unknown, self.unnamed_views = set(), False, set()
 
     def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
         """Keep the contents of parameters that were given other memory, to restore them at the end."""
@@ -144,11 +145,11 @@ class Changes(Writes):
         super()._wrote(tensor, names)
         place = address(tensor)
         if not names and (place in self._found or place not in self._made):
-            self.nameless.add(place)
+            self.unnamed.add(place)
             if place in self._made:  # a view counts as made
-                self.viewed.add(place)
+                self.unnamed_views.add(place)
             else:
-                self.strange = True
+                self.wrote_unknown = True
         for name in names:
             if name in self._parameters and name not in self._contents:
                 self.keep([(name, self._parameters[name].detach())])

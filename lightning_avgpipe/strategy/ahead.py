@@ -17,7 +17,7 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph, changed_in_common
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.state.objects import Variable
-from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.outside import outside_variables, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.strategy.data import saves_position
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
@@ -90,7 +90,7 @@ class Overlap:
         iteration.progress = None
         return iteration
 
-    def next(self, rest: tuple[Any, ...], ahead: int = 1) -> Iteration | None:
+    def read_ahead(self, rest: tuple[Any, ...], ahead: int = 1) -> Iteration | None:
         """Return a later iteration, read if necessary; None at the end of the data. It is the same on all processes.
 
         Args:
@@ -106,7 +106,7 @@ class Overlap:
             self.coming.append(iteration)
         return self.coming[ahead - 1]
 
-    def put_back(self) -> None:
+    def return_batches(self) -> None:
         """Drop the iterations that were read ahead; their batches stay in the queue."""
         self.coming.clear()
         self._loop.batches.put_back()
@@ -124,7 +124,7 @@ class Overlap:
             or trainer.received_sigterm
             or loop._should_check_val_fx(fetcher)
             or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)
-            or self._loop.configuration.asked
+            or self._loop.configuration.has_requests
             or self._loop.deployment.replans
         )
 
@@ -193,7 +193,9 @@ class Overlap:
         module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
         if graph is not self._graph:
             keys = [key for key in graph.reads if key[1] not in _IGNORED and key not in graph.written_tensors]
-            self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
+            self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside_variables(
+                module
+            )
         self._held = {name: self._hold(name) for name in self._read}
         self._graph, self._is_first = graph, graph is not self._graph
         self._trained = self._trained_now

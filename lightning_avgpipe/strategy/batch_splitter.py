@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_avgpipe.engine.loss import LossWeight, uneven_targets, weighted
-from lightning_avgpipe.engine.microbatch import MicroBatch, divided, fewest_samples, split, split_with, whole
-from lightning_avgpipe.engine.sample_layout import Seen
+from lightning_avgpipe.engine.microbatch import MicroBatch, as_one, divided, fewest_samples, split, split_with
+from lightning_avgpipe.engine.sample_layout import EarlierBatches
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import RunContext
@@ -27,7 +27,7 @@ class BatchSplitter:
         self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration
         self._distributor = context.distributor
         self._batches = batches
-        self._seen: dict[tuple[str, int], Seen] = {}
+        self._seen: dict[tuple[str, int], EarlierBatches] = {}
         self._warned: set[str] = set()
         self._unweighted = _LOOKED_AT
         self._kept_whole: set[RunningStage | None] = set()  # stages of the trainer whose steps need whole batches
@@ -126,7 +126,7 @@ class BatchSplitter:
         if self.loss_weight is None:
             return None
         several = self._cluster.stage_map.replicas > 1
-        return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
+        return part.mean_weight if several else part.weight * (sum(other.size for other in parts) or 1)
 
     def parts(self, batch: Any, shares: int = 1) -> list[MicroBatch]:
         """Split a batch into micro-batches without weights, M for each of its shares."""
@@ -134,10 +134,10 @@ class BatchSplitter:
         count, index = shares * self.count, self._batches.dataloader_idx
         if self.custom_split is not None and not self._keeps_whole:
             return split_with(self.custom_split, batch, count)
-        expected = expected_now(trainer, index, changed=not self._distributor.early)
+        expected = expected_now(trainer, index, changed=not self._distributor.sends_when_read)
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, index) not in self._seen
-        seen = self._seen.setdefault((stage, index), Seen())
+        seen = self._seen.setdefault((stage, index), EarlierBatches())
         try:
             parts = split(batch, count, expected, seen, fewest_samples(module) if self.chooses else 1)
         except BatchError as error:
@@ -147,7 +147,7 @@ class BatchSplitter:
                 f"a batch of the {stage} data is not split into micro-batches, so its stages take turns: {error}. An "
                 "explicit num_microbatches makes this an error"
             )
-            return whole(batch, expected)
+            return as_one(batch, expected)
         if first and len(parts) == 1 < count and self._cluster.stage_map.num_stages > 1:
             self.warn_once(
                 f"the first batch of the {stage} data holds {parts[0].size} sample(s) and makes one micro-batch where "

@@ -357,7 +357,7 @@ class Batches:
         return batch
 
     @property
-    def waits_for_its_turn(self) -> bool:
+    def skips_conversion(self) -> bool:
         """Whether Lightning's loop must not convert the next batch of training, which is on the device already."""
         return not self._converts and self._queue is not None and self._queue.is_moved
 
@@ -401,7 +401,7 @@ class Batches:
         if reads:
             module, device = self._trainer.lightning_module, device or self._cluster.device
             batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
-        if self._cluster.group.world_size > 1 and not self._distributor.early:
+        if self._cluster.group.world_size > 1 and not self._distributor.sends_when_read:
             batch = self._distributor.pass_on(batch)
         batch = batch if reads else move_data_to_device(batch, self._cluster.device)
         return self._distributor.seal(batch, pipeline)

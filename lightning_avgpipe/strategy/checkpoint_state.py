@@ -114,7 +114,7 @@ class CheckpointState:
             names = {id(t): name for name, t in (*self.module.named_parameters(), *self.module.named_buffers())}
 
             def elsewhere(tensor: Tensor) -> bool:
-                return holdings is not None and holdings.answered_elsewhere(names.get(id(tensor), ""))
+                return holdings is not None and holdings.is_owned_elsewhere(names.get(id(tensor), ""))
 
             if cluster is None or cluster.group_number == 0:
                 save(model, folder, None if cluster is None else cluster.group, elsewhere, **options)
@@ -158,7 +158,7 @@ class CheckpointState:
         if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
             ours["advance"] = state
         if self._configuration.options.averaging.save_models and self._deployment is not None:
-            ensemble = self._deployment.parallel.state_dict(self._deployment.holdings.answers)
+            ensemble = self._deployment.parallel.state_dict(self._deployment.holdings.owner_of)
             ours.update({"ensemble": ensemble} if ensemble else {})
         checkpoint[_KEY] = ours
 

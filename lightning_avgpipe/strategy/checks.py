@@ -275,7 +275,7 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
         Divisible(module).split((), names)
 
 
-def one_run(cluster: Cluster | None, module: pl.LightningModule) -> None:
+def no_run_in_progress(cluster: Cluster | None, module: pl.LightningModule) -> None:
     """Check that no run of the trainer is still in progress on several processes.
 
     Args:
@@ -391,7 +391,7 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
             )
 
 
-def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]) -> None:
+def same_on_all_ranks(found: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]) -> None:
     """Check that all ranks have loaded the same checkpoint, or none, and have the same options and hooks.
 
     Args:
@@ -442,11 +442,11 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
     if rolling != "auto":
         overlapping(running, given, run)
         return rolling
-    overlapping(running, given.rolling_as(False), run)
+    overlapping(running, given.with_rolling(False), run)
     found = ""
     try:
         # there may be several pipelines later, even if there is one now
-        wanted = replace(given.rolling_as(True), num_pipelines=max(2, given.num_pipelines))
+        wanted = replace(given.with_rolling(True), num_pipelines=max(2, given.num_pipelines))
         overlapping(running, wanted, run)
     except ConfigurationError as error:
         found = str(error)
@@ -480,7 +480,7 @@ def check_changes(changes: Mapping[str, Any], configuration: Configuration, stra
         ConfigurationError: a change is not possible.
         PartitionError: a split point is not a submodule.
     """
-    now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
+    now, wanted, module = configuration.options, configuration.options_with(changes), strategy.lightning_module
     layout, num_stages = strategy.device_layout, strategy.num_stages
     if strategy.whole is not None:
         raise ConfigurationError(f"reconfigure: {type(module).__name__} {strategy.whole}; its steps run whole")
@@ -499,7 +499,7 @@ def check_changes(changes: Mapping[str, Any], configuration: Configuration, stra
     if module is not None:
         trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines, strategy.num_teams)
         wanted_stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
-        rolling = wanted.rolling_as(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
+        rolling = wanted.with_rolling(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
         overlapping(module.trainer, rolling, replace(strategy.facts, num_stages=wanted_stages, tuned=False))
         stages(wanted_stages, num_stages, layout)
         schedule(now, wanted_stages, layout.group_size(wanted_stages))

@@ -217,7 +217,7 @@ class Connection:
 
 
 @contextlib.contextmanager
-def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
+def handling_signals_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
     """Within this context, the whole run of a trainer, all processes act on a signal together, between two batches.
 
     A signal may reach any process at any time. Its handler only notes it; all processes learn of it with the same
@@ -281,7 +281,7 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
     Callbacks may react with calls that need all processes. So does a search for a learning rate: it restores the
     checkpoint that it began with, and sets up the data, before it lets the exception out.
     """
-    first, fit = _FirstToKnow(), trainer.fit_loop.run
+    first, fit = _ReportsExceptionFirst(), trainer.fit_loop.run
 
     def run() -> None:
         try:
@@ -310,14 +310,14 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
                 trainer.callbacks.remove(first)  # type: ignore[attr-defined]
 
 
-class _FirstToKnow(Callback):
+class _ReportsExceptionFirst(Callback):
     """A callback that reports an exception first, before other callbacks react with calls that need all processes."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
 
 
-def why_not_whole(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
+def why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
     """Return why no checkpoint can be saved after a failure or an interruption; None if one can.
 
     A callback that saves in ``on_exception`` could replace a good checkpoint with a bad one: before training has begun
@@ -341,7 +341,7 @@ def why_not_whole(trainer: pl.Trainer, connection: Connection, has_begun: bool) 
     return None
 
 
-def saving_what_is_whole(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> AbstractContextManager[None]:
+def refusing_bad_checkpoints(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> AbstractContextManager[None]:
     """Return a context, for a whole run, in which the trainer saves no checkpoint while ``why_not`` gives a reason."""
     save = trainer.save_checkpoint
 
@@ -355,7 +355,7 @@ def saving_what_is_whole(trainer: pl.Trainer, why_not: Callable[[], str | None])
     return replaced(trainer, "save_checkpoint", save_checkpoint)
 
 
-def keeping_the_last(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
+def keeping_last_checkpoint(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
     """Yield replacements with which callbacks do not save after an exception while ``why_not`` gives a reason.
 
     Otherwise a callback would replace its last checkpoint, although the trainer saves no new one.

@@ -25,7 +25,7 @@ from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.batches import Needs, Passed
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.sample_layout import Expected
+from lightning_avgpipe.engine.sample_layout import BatchInfo
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.utils import tree
@@ -64,13 +64,14 @@ class Distributor:
     Attributes:
         batch_stream: this process's end of the batch stream.
         needs: returns which tensors of a batch a process gets; None: all.
-        early: whether a batch is sent when it is read, one batch before it is used; else after its transfer hooks.
+        sends_when_read: whether a batch is sent when it is read, one batch before it is used; else after its transfer
+            hooks.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         self.batch_stream = cluster.batches
         self.needs: Needs | None = None
-        self.early = not changes_batches(trainer)
+        self.sends_when_read = not changes_batches(trainer)
         self._trainer = trainer
         self._sends = cluster.reads and cluster.group.world_size > 1
         self._stream = self.batch_stream.begin()
@@ -82,7 +83,7 @@ class Distributor:
         This is at most the limit of the running loop, so that nothing is read that the loop does not take. It is 0 if
         the position of the data is saved in checkpoints, which must not be ahead of the training.
         """
-        if not self.early or hasattr(dataloader, "state_dict") or saves_position(dataloader, self._trainer):
+        if not self.sends_when_read or hasattr(dataloader, "state_dict") or saves_position(dataloader, self._trainer):
             return 0
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
         # the limits of the iterator count batches, also if a step takes one batch for each of several models
@@ -124,20 +125,20 @@ class Distributor:
             )
 
 
-def expected_batches(dataloader: Any) -> Expected:
+def expected_batches(dataloader: Any) -> BatchInfo:
     """Return what is known about the sizes of a dataloader's batches, on the reader if another process reads."""
     told = getattr(dataloader, "expected_batches", None)
-    if isinstance(told, Expected):
+    if isinstance(told, BatchInfo):
         return told
     sampler = getattr(dataloader, "batch_sampler", None)
     # Lightning may have wrapped the sampler
     sampler = vars(sampler).get("_batch_sampler", sampler) if hasattr(sampler, "__dict__") else sampler
     if not isinstance(dataloader, DataLoader) or type(sampler) is not BatchSampler:
-        return Expected()  # other loaders and samplers may make batches of any size
-    return Expected(sampler.batch_size, dataloader.collate_fn is default_collate)
+        return BatchInfo()  # other loaders and samplers may make batches of any size
+    return BatchInfo(sampler.batch_size, dataloader.collate_fn is default_collate)
 
 
-def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Expected:
+def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> BatchInfo:
     """Return what is expected of the batch that the running loop works on.
 
     Args:
@@ -150,7 +151,7 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
     if combined is not None and combined._mode == "sequential":
         loaders = loaders[dataloader_idx : dataloader_idx + 1]
     told = {expected_batches(loader) for loader in loaders}
-    expected = told.pop() if len(told) == 1 else Expected()
+    expected = told.pop() if len(told) == 1 else BatchInfo()
     return replace(expected, changed=changed)
 
 
@@ -162,7 +163,9 @@ def saves_position(dataloader: Any, trainer: pl.Trainer) -> str:
     return type(datamodule).__name__ if is_overridden("state_dict", datamodule) else ""
 
 
-def mirror(dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
+def shared_dataloader(
+    dataloader: Any, trainer: pl.Trainer, cluster: Cluster, distributor: Callable[[], Distributor]
+) -> Any:
     """Return a dataloader for this process: on the reader one that sends each batch, elsewhere one that receives.
 
     Shuffling, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable dataset
@@ -270,7 +273,7 @@ class _Reader(_Alone):
         distributor, stream = self._begun()
 
         def pass_on(batch: Any) -> tuple[Any, Passed]:
-            if batch is _End or not distributor.early:
+            if batch is _End or not distributor.sends_when_read:
                 return batch, distributor.batch_stream.pass_on(stream, _End if batch is _End else _Later)
             return batch, distributor.batch_stream.pass_on(stream, batch, distributor.needs)
 
@@ -334,7 +337,7 @@ class _Follower(_Mirror):
         return getattr(value, "_batch_sampler", value) if name == "batch_sampler" else value
 
 
-def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:
+def sampling_over_groups(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:
     """Return a context within which Lightning gives training dataloaders a distributed sampler over groups.
 
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. It warns of data that
@@ -394,7 +397,7 @@ def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
         )
 
 
-def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
+def check_equal_lengths(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
     """Check that a dataloader gives all groups the same number of iterations. Every process calls it.
 
     Raises:

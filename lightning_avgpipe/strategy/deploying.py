@@ -48,7 +48,7 @@ def deploy(context: RunContext) -> Deployment:
     shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
     # a module on meta cannot be timed
     absent = on_meta(module) or commands.wants_plans_only()
-    counts = absent or (options.system is not None and options.system.plans_alike)
+    counts = absent or (options.system is not None and options.system.needs_equal_plans)
     planner = Planner(
         Divisible(module, cluster.device, metrics),
         costing=Costing("flops" if counts else options.costs, options.cache, shows=shows),
@@ -158,7 +158,7 @@ def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
 
 def _warn_of_decisions(plan: Plan) -> None:
     """Warn of code that reads numbers of values, and so may choose which units it calls, and that a cut divides."""
-    deciding = {plan.graph.deciding[cut] for cut in plan.cuts} - {None}
+    deciding = {plan.graph.data_dependent_modules[cut] for cut in plan.cuts} - {None}
     for path in sorted(filter(None, deciding)) or [""] * bool(deciding):
         what = f"'{path}'" if path else plan.graph.step
         rank_zero_warn(
@@ -192,7 +192,7 @@ class Preparation:
 
     def _optional(self, iteration: Iteration) -> bool:
         """Return whether a step that does not suit micro-batches may run on whole batches instead."""
-        return len(iteration.works[0]) > 1 and self._splitter.chooses
+        return len(iteration.micro_batches[0]) > 1 and self._splitter.chooses
 
     def prepare(self, iteration: Iteration, run: Callable[..., Any], schedule: Schedule, trained: int) -> bool:
         """Make the stages of a step, if it has none; return whether a new final plan was made.
@@ -207,10 +207,10 @@ class Preparation:
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; it may be retried on whole batches.
         """
-        step, works = iteration.step, iteration.works
+        step, works = iteration.step, iteration.micro_batches
         decides = step == STEP or self._trainer.state.fn != TrainerFn.FITTING
         size, total = works[0][0].size, sum(part.size for part in works[0])
-        args = [(part.data, *iteration.rest) for parts in works for part in parts]
+        args = [(part.data, *iteration.other_args) for parts in works for part in parts]
         examples = Examples(step, run, args, self._optional(iteration))
         advisor = commands.advisor_of(self._trainer) if step == STEP else None
         try:
@@ -235,7 +235,7 @@ class Preparation:
         Raises:
             MicroBatchError: the captured step does not suit micro-batches; it may be retried on whole batches.
         """
-        step, works = iteration.step, iteration.works
+        step, works = iteration.step, iteration.micro_batches
         if step not in self._deployment.pipeline.steps:
             return False
         graph = self._deployment.pipeline.graph(step)

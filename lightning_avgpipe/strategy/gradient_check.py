@@ -41,7 +41,7 @@ class GradientCheck:
         # stages that step at different times cannot check together
         self._by_process = models is not None and context.fitting and not drains
 
-    def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that runs this one and then checks the gradients, if the options ask for a check.
 
         The new closure returns None if model 0 skips the step. With a loss scaler there is no check, since the scaler
@@ -92,7 +92,7 @@ class GradientCheck:
         Raises:
             NonFiniteError: a gradient is infinite or NaN, and ``skip`` is False.
         """
-        stepping = 1 if self._models is None else self._models.stepping
+        stepping = 1 if self._models is None else self._models.num_stepping
         gradients = [self._gradients(n) for n in range(stepping)]
         found = torch.stack([has_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
         bad = [n for n, count in enumerate(self._cluster.group.sum(found).tolist()) if count]

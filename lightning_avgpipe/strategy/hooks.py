@@ -40,7 +40,7 @@ LOGGING_LAST = ("on_train_batch_end", *(f"on_{stage}_epoch_end" for stage in _ST
 # Hooks of the LightningModule that use what a step returned or collected, which only the last stage has.
 WITH_RESULTS = tuple(f"on_{stage}_{what}_end" for stage in _STAGES for what in ("batch", "epoch"))
 # Hooks that every process of a group runs equally often and in the same order, while a model trains.
-SHARED = frozenset(
+RUN_BY_ALL_PROCESSES = frozenset(
     f"on_{what}_{when}" for what in ("train_epoch", "train_batch", "validation_epoch", "validation") for when in _ENDS
 ) | {*GRADIENTS, "optimizer_step", "lr_scheduler_step"}
 # Hooks in which a LightningModule whose steps run whole may call its submodules, or read their weights.
@@ -86,7 +86,7 @@ def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[A
                 yield owner, name
 
 
-def names(trainer: pl.Trainer) -> list[str]:
+def user_hook_names(trainer: pl.Trainer) -> list[str]:
     """Return names of all hooks of the user, which must be the same on all processes, since messages depend on them."""
     return [f"{type(owner).__name__}.{name}" for owner, name in users_hooks(trainer, (*SEEING_WEIGHTS, *TRANSFER))]
 
@@ -113,7 +113,7 @@ def _names_metrics(hook: Callable[..., Any]) -> bool:
     return code is None or not _METRICS.isdisjoint(code.co_names)
 
 
-def named_at_batch_end(trainer: pl.Trainer, step: str) -> frozenset[str]:
+def arguments_used_at_batch_end(trainer: pl.Trainer, step: str) -> frozenset[str]:
     """Return which of the arguments ``outputs`` and ``batch`` callbacks of the user use at the end of a step's batch.
 
     Every process calls these hooks. Writers of predictions are not counted, since they run on rank 0 only.

@@ -60,9 +60,9 @@ class Iteration:
         step: name of the step function.
         precision: returns the context of the precision plugin for the step.
         batches: batches on the device.
-        works: micro-batches of each pipeline.
+        micro_batches: micro-batches of each pipeline.
         weighed: waits for the micro-batches' weights over all replicas, and returns the micro-batches with them.
-        rest: arguments of the step other than the batch.
+        other_args: arguments of the step other than the batch.
         number: number of the iteration, from which random numbers are derived.
         first: number of this group's first pipeline among those of all groups, and of its first micro-batch among those
             of all replicas. Both are 0 in evaluation, where all groups have the same batches.
@@ -84,9 +84,9 @@ class Iteration:
     step: str
     precision: Callable[[], Any]
     batches: Sequence[Any]
-    works: Works
+    micro_batches: Works
     weighed: Callable[[], Works]
-    rest: tuple[Any, ...]
+    other_args: tuple[Any, ...]
     number: int
     first: tuple[int, int]
     trains: bool = True
@@ -104,12 +104,12 @@ class Iteration:
     @property
     def shares(self) -> int:
         """The number of pipelines that divide the first batch among them; 1 if each has a batch of its own."""
-        return len(self.works) if len(self.batches) == 1 else 1
+        return len(self.micro_batches) if len(self.batches) == 1 else 1
 
     @property
     def first_batch(self) -> Any:
         """The whole input of pipeline 0: its batch, or its share of a batch that pipelines divide."""
-        first = self.works[0]
+        first = self.micro_batches[0]
         return self.batches[0] if self.shares == 1 else merge([p.data for p in first], [p.size for p in first])
 
     @property
@@ -206,25 +206,25 @@ class IterationOrder:
         loop.arrange(batches)
         models.add_to_sums()
         iteration = loop.new_iteration(STEP, batches, rest)
-        iteration.trains = not loop.passes
-        clear = loop.clear_now()
+        iteration.trains = not loop.is_averaging_pass
+        clear = loop.clear_or_defer()
         if clear is not None:
             iteration.clears = ClearingGradients(loop.module, loop.cluster.stages, clear)
         iteration.finish = loop.finish(iteration, None if iteration.clears is None else iteration.clears.end)
         ran = loop.run(iteration)
-        iteration.works = iteration.weighed()
+        iteration.micro_batches = iteration.weighed()
         if not ran:
             return None
         models.skipped = loop.skipped(iteration, [len(o.skipped) == o.count for o in iteration.outcomes])
         result = loop.result(iteration)
-        loop.bring(loop.observed)
+        loop.send_changes(loop.observed)
         if iteration.trains:
             sums = models.decide_to_sum(not loop.accumulates, self.in_turn)
             if sums:
                 loop.deployment.parallel.sum_copied_gradients()
-            fed = models.synchronise(len(iteration.works), sums)
+            fed = models.synchronise(len(iteration.micro_batches), sums)
         with iteration.precision():
-            models.step_log.issue()
+            models.step_log.flush()
         if iteration.trains:
             if loop.verifier is not None:
                 loop.verifier.compare()
@@ -244,7 +244,7 @@ class IterationOrder:
     def run_until(self, over: Callable[[], bool]) -> None:
         """Run actions of other pipelines until ``over`` returns True, instead of waiting idly; this order has none."""
 
-    def meet(self, what: str, members: Collectives | None = None) -> None:
+    def run_until_all_arrive(self, what: str, members: Collectives | None = None) -> None:
         """Run actions of other pipelines until all members have called this; this order has none.
 
         Every member calls it before a collective, in which it would wait idly for the others.

@@ -21,9 +21,9 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, reads_metrics, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
-from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
+from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, observed_call
 from lightning_avgpipe.strategy.loop import PipelineLoop
-from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of, tell_device
+from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of, set_device
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.stepping import NormsOverStages, without_gradients
@@ -45,17 +45,17 @@ from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, re
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
     """Within this context ``self.log`` collects over micro-batches, and metric objects work on the last stage."""
     module = trainer.lightning_module
-    looks: list[Replacement] = [(module, "print", looking_on(module.print, rehearsed=False))]
+    looks: list[Replacement] = [(module, "print", observed_call(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):
-        looks.append((module, "log_dict", looking_on(module.log_dict)))
+        looks.append((module, "log_dict", observed_call(module.log_dict)))
     values, training = step_log.batch_values, lambda: bool(trainer.training)
-    where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.elsewhere}
+    where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.lacks_results}
     metrics = local_metrics(metrics_of(module), values, leaders, training, **where)
     with intercepting(), all_replaced([(module, "log", step_log.__call__), *looks]), metrics:
         yield
 
 
-def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
+def syncing_metrics_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Return a context within which metrics are synced after the module's ``on_train_epoch_end``.
 
     Callbacks that monitor a metric run next, and all ranks must decide by the same values.
@@ -72,7 +72,7 @@ def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
     return replaced(module, "on_train_epoch_end", on_train_epoch_end)
 
 
-def known_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
+def syncing_metrics_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
     """Return a context within which metrics are synced before each hook that may read what an earlier hook has logged.
 
     At the end of a batch these are user callbacks after the first, schedulers that monitor a metric, which step after
@@ -122,7 +122,7 @@ def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacem
                 yield throughput, "available_flops", flops
 
 
-def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> AbstractContextManager[None]:
+def adapting_to_overlap(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> AbstractContextManager[None]:
     """Return a context in which no iteration overlaps the end of an epoch, and no batch is moved twice."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer
@@ -132,7 +132,7 @@ def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) ->
         order.put_back()
 
     def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if batches.waits_for_its_turn else before_transfer(batch, dataloader_idx)
+        return batch if batches.skips_conversion else before_transfer(batch, dataloader_idx)
 
     return all_replaced([(loop, "run", run_epoch), (module, "_on_before_batch_transfer", on_before_batch_transfer)])
 
@@ -146,7 +146,7 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
     def on_evaluation_model_eval() -> None:
         loop.order.drain()
         parallel.show_reference(True)
-        loop.bring(loop.observed)  # if no hook between steps reads them, training may not have brought them yet
+        loop.send_changes(loop.observed)  # if no hook between steps reads them, training may not have brought them yet
         begin()
 
     def on_evaluation_model_train() -> None:
@@ -200,7 +200,7 @@ def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
+def adapting_to_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
     """Within this context all ranks have the metrics of rank 0, and callbacks that need results run on rank 0 only.
 
     Args:
@@ -244,7 +244,7 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
     return [parameter for parameter in params if id(parameter) not in known]
 
 
-def sharing_at_end(
+def gathering_weights_at_end(
     trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
 ) -> AbstractContextManager[None]:
     """Return a context in which each process has all weights during the user's hooks ``on_train_end``, as with ddp.
@@ -264,9 +264,9 @@ def sharing_at_end(
         drain()
         module = trainer.lightning_module
         with deployment.shared() as device:
-            tell_device(module, device)
+            set_device(module, device)
             ends()
-        tell_device(module, cluster.device)
+        set_device(module, cluster.device)
 
     return replaced(trainer.fit_loop, "on_run_end", on_run_end)
 

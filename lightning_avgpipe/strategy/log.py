@@ -34,7 +34,7 @@ def _name(args: Any, kwargs: Any) -> Any:
     return args[0] if args else kwargs.get("name")
 
 
-def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
+def observed_call(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
     """Wrap a function that only reads values: in a step it runs on the process that has them, once per micro-batch.
 
     Args:
@@ -48,7 +48,7 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
         if tracer is None:
             function(*args, **kwargs)
         else:
-            tracer.observe(noop if tracer.rehearses and not rehearsed else function, args, kwargs)
+            tracer.observe(noop if tracer.is_dry_run and not rehearsed else function, args, kwargs)
 
     return observed
 
@@ -142,7 +142,7 @@ class StepLog:
         return self._now is not None
 
     @property
-    def elsewhere(self) -> bool:
+    def lacks_results(self) -> bool:
         """Whether a step now runs in a process that does not have its results."""
         return self._now is not None and self._leaders is None and self._replicas() is None
 
@@ -173,7 +173,7 @@ class StepLog:
         return replaced(self, "_log", noop)
 
     @contextlib.contextmanager
-    def unheard(self) -> Iterator[None]:
+    def discarding_logs(self) -> Iterator[None]:
         """Within this context nothing is logged; at its end the collected values are restored."""
         with unchanged(self.batch_values), unchanged(self), self.muted():
             yield
@@ -184,19 +184,19 @@ class StepLog:
         self.batch_values.begin(num_microbatches)
 
     def issue_collected(self, entries: list[Any]) -> None:
-        """Log the values that :meth:`micro_batch` has collected in a list; see :meth:`issue`."""
+        """Log the values that :meth:`micro_batch` has collected in a list; see :meth:`flush`."""
         self._collected = entries
-        self.tell_groups()
-        self.issue()
+        self.begin_exchange()
+        self.flush()
 
-    def tell_groups(self) -> None:
-        """Begin to exchange the collected values with other groups; :meth:`issue` waits for the end of the exchange."""
+    def begin_exchange(self) -> None:
+        """Begin to exchange the collected values with other groups; :meth:`flush` waits for the end of the exchange."""
         if (replicas := self._replicas()) is not None:
             self._collected = self._of_replicas(replicas)
         if self._leaders is not None and self._leaders.world_size > 1:
             self._coming = self._of_all_groups(self._leaders)
 
-    def issue(self) -> None:
+    def flush(self) -> None:
         """Log the collected values: once for each call of ``log`` in the step, merged over all micro-batches."""
         if self._coming is not None:
             self._collected, self._coming = self._coming(), None
@@ -209,7 +209,7 @@ class StepLog:
             assert results is not None
             for entry in logged:
                 if isinstance(entry.value, Tensor) and not entry.value.is_cpu:
-                    port_of(entry.value.device).hand_over(entry.value)  # it may have been made on a pipeline's stream
+                    port_of(entry.value.device).record_use(entry.value)  # it may have been made on a pipeline's stream
                 if entry.options != last.options:  # then Lightning raises an error at the second one
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
             value, batch_size = self._merged(logged, given)
@@ -269,11 +269,11 @@ class StepLog:
         batch_size = given.total if given.is_constant else sum(sizes)
         given.total = batch_size
         if isinstance(last.value, Metric):
-            of_batch = self.batch_values.of(last.value)
+            of_batch = self.batch_values.batch_value(last.value)
             if of_batch is not None:
                 last.value._forward_cache = of_batch
         elif last.metric is not None and len(logged) > 1:
-            return self.batch_values.of(last.metric), batch_size
+            return self.batch_values.batch_value(last.metric), batch_size
         weights = [size if e.weight is None else e.weight for e, size in zip(logged, sizes, strict=True)]
         counting = [(entry.value, weight) for entry, weight in zip(logged, weights, strict=True) if weight]
         values, weights = map(list, zip(*counting, strict=True)) if counting else ([last.value], [1.0])
@@ -438,13 +438,14 @@ class SyncedLoggerConnector(_LoggerConnector):
     Args:
         original: connector that this one replaces.
         cluster: the connected processes.
-        looked_at: whether user callbacks, which may read metrics, run at the end of an epoch before Lightning's.
+        callbacks_read_metrics: whether user callbacks, which may read metrics, run at the end of an epoch before
+            Lightning's.
     """
 
-    def __init__(self, original: _LoggerConnector, cluster: Cluster, looked_at: bool) -> None:
+    def __init__(self, original: _LoggerConnector, cluster: Cluster, callbacks_read_metrics: bool) -> None:
         super().__init__(original.trainer)
         vars(self).update(vars(original))
-        self._looked_at = looked_at
+        self._callbacks_read_metrics = callbacks_read_metrics
         self._original = original
         self._cluster = cluster
         self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
@@ -487,7 +488,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         """Sync the metrics if user callbacks run next that may read them. All ranks call it after the last batch."""
         super().epoch_end_reached()
-        if self._looked_at:
+        if self._callbacks_read_metrics:
             self.sync()
 
     def on_epoch_end(self) -> None:

@@ -77,8 +77,8 @@ class PipelineLoop:
             ask for it on one of them.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
-        named_at_batch_end: for each step, which of ``outputs`` and ``batch`` callbacks of the user use at the end of
-            its batch.
+        arguments_used_at_batch_end: for each step, which of ``outputs`` and ``batch`` callbacks of the user use at the
+            end of its batch.
     """
 
     verifier: Verifier | None = None
@@ -107,7 +107,9 @@ class PipelineLoop:
         self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
         self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
         # found now, since a search for a learning rate takes the callbacks away for a while
-        self.named_at_batch_end = {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
+        self.arguments_used_at_batch_end = {
+            step: hooks.arguments_used_at_batch_end(self.trainer, step) for step in _CONTEXTS
+        }
         modules = context.module.modules()
         self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
@@ -119,7 +121,7 @@ class PipelineLoop:
         return bool(self.trainer.fit_loop._should_accumulate())
 
     @property
-    def passes(self) -> bool:
+    def is_averaging_pass(self) -> bool:
         """Whether Lightning passes over the data without training, as its weight averaging does at the end."""
         return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
@@ -146,21 +148,21 @@ class PipelineLoop:
         self.order.drain()
         self._keep_pace()
         observed = hooks.has_any(self.trainer, hooks.OF_EVALUATION)
-        self.bring(observed)  # what training has changed, before this step changes the reference
+        self.send_changes(observed)  # what training has changed, before this step changes the reference
         iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
         if self.run(iteration):
             self._to_bring.add(step)
-            self.bring(observed)
+            self.send_changes(observed)
         if step in self.deployment.undivided:
             results = self._run_whole(iteration)
         else:
             (outcome,) = iteration.outcomes
             results = outcome.results
-        result = None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
+        result = None if results is None else merge(results, *self.splitter.counts(iteration.micro_batches[0]))
         returned = step == "predict_step" and self.trainer.predict_loop.return_predictions
-        shares = self.cluster.group.world_size > 1 and (returned or "outputs" in self.named_at_batch_end[step])
-        return self.cluster.control.publish(result) if shares else result
+        shares = self.cluster.group.world_size > 1 and (returned or "outputs" in self.arguments_used_at_batch_end[step])
+        return self.cluster.control.broadcast(result) if shares else result
 
     def _keep_pace(self) -> None:
         """In an evaluation, make a reader without the last stage wait for processes that fall behind.
@@ -178,8 +180,8 @@ class PipelineLoop:
             f"{self.deployment.undivided[iteration.step]}. So rank 0 runs it for all stages, and needs memory for all "
             "weights meanwhile, which the other processes send to it for each batch"
         )
-        self.bring(True)
-        parts, step, device = iteration.works[0], iteration.step, self.cluster.device
+        self.send_changes(True)
+        parts, step, device = iteration.micro_batches[0], iteration.step, self.cluster.device
         self.models.step_log.begin(len(parts))
 
         def run() -> list[Any]:
@@ -187,61 +189,61 @@ class PipelineLoop:
             for i, part in enumerate(parts):
                 seed = RandomKey(self.configuration.seed, iteration.number, 0, i).derive(step)
                 with stream(seed, device), host_stream(seed):
-                    results.append(self._call(iteration, 0, i, part.data, *iteration.rest))
+                    results.append(self._call(iteration, 0, i, part.data, *iteration.other_args))
             return results
 
         with alone():
             results: list[Any] | None = self.deployment.run_whole(run, f"runs {step} for all stages")
         with iteration.precision():
-            self.models.step_log.issue()
+            self.models.step_log.flush()
         return results
 
     def end_iteration(self) -> None:
         """Apply the changes of options and stages that were requested during the iteration."""
-        if self.configuration.asked:
+        if self.configuration.has_requests:
             self.order.put_back()
-        changed = self.configuration.take_over(self.cluster)
+        changed = self.configuration.apply_requests(self.cluster)
         choice = self.schedule_control.choice
         if "advance" in changed:
-            choice.fix(changed["advance"])
+            choice.fix_advance(changed["advance"])
         if changed.keys() & {"num_stages", "split_points"}:
             self.deployment.replan(**planned(self.context))
-        wanted = choice.take_wanted()
+        wanted = choice.take_requested_placement()
         if wanted is not None:
             self.order.put_back()
             self.deployment.replan(wanted)
         if "num_pipelines" in changed and self.context.fitting:
             recount(self.trainer)
 
-    def bring(self, wanted: bool) -> None:
+    def send_changes(self, wanted: bool) -> None:
         """If ``wanted``, send what submodules have changed to all processes. Every process calls it."""
         if wanted:
             for step in sorted(self._to_bring):
                 if owners := self._of_units.owners(step):
-                    self.order.meet("what submodules have changed")
-                    self._of_units.bring(step, owners)
+                    self.order.run_until_all_arrive("what submodules have changed")
+                    self._of_units.send_changes(step, owners)
             self._to_bring.clear()
 
     def drain(self) -> None:
         """Drain the pipelines before weights are read, and bring submodules' extra state. Every process calls it."""
         self.order.drain()
-        self.bring(self._saves_extra_state)
+        self.send_changes(self._saves_extra_state)
 
-    def hand_over(self) -> None:
+    def send_all_changes(self) -> None:
         """Send changed and new attributes of submodules to all processes, which may run them next. All call it."""
         for step in sorted(self.deployment.pipeline.steps):
             if owners := self._of_units.owners(step, step in self._to_bring, made=True):
-                self._of_units.bring(step, owners, lenient=True)
+                self._of_units.send_changes(step, owners, lenient=True)
         self._to_bring.clear()
 
-    def end_sanity_check(self) -> None:
+    def share_after_sanity_check(self) -> None:
         """After a sanity check, give all processes its changes, before training forks a plain run and makes stages.
 
         Every process calls it before each iteration.
         """
         if self.deployment.plan is not None and not self.deployment.is_final:
             self.deployment.share()
-            self.hand_over()
+            self.send_all_changes()
 
     # -- parts of an iteration, which orders combine -------------------------------------------------------------------
 
@@ -264,21 +266,21 @@ class PipelineLoop:
         shares = configuration.num_pipelines // configuration.batches_per_step if training else 1
         works = self.splitter.split(batches, shares, weighs)
         others, replica = self.deployment.parallel.averaging_group, self.cluster.group_number % stage_map.replicas
-        team = 0 if others is None else others.number
+        team = 0 if others is None else others.group_number
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
         return Iteration(
             step=step,
             precision=getattr(self.trainer.precision_plugin, _CONTEXTS[step]),
             batches=batches,
-            works=works,
+            micro_batches=works,
             weighed=self.splitter.weighing(works) if training else lambda: works,
-            rest=tuple(index + ahead for index in rest) if ahead else rest,
+            other_args=tuple(index + ahead for index in rest) if ahead else rest,
             number=self._number(step) + ahead,
             first=first if training else (0, 0),
             progress=counters_after(self.trainer, ahead) if ahead else None,
         )
 
-    def clear_now(self, drains: bool = True) -> Callable[[], None] | None:
+    def clear_or_defer(self, drains: bool = True) -> Callable[[], None] | None:
         """Clear the gradients at once if that cannot wait until after the first forward.
 
         Args:
@@ -298,14 +300,14 @@ class PipelineLoop:
         self,
         iteration: Iteration,
         zero_grad: Callable[[], None] | None = None,
-        tells: Callable[[Tensor], bool] = lambda loss: True,
+        calls_hooks: Callable[[Tensor], bool] = lambda loss: True,
     ) -> Finish:
         """Return the function that the last stage calls with the result of a micro-batch.
 
         Args:
             iteration: the iteration.
             zero_grad: called after the first forward; None: there is nothing to clear.
-            tells: called with the first loss; returns whether the backward hooks are called with it.
+            calls_hooks: called with the first loss; returns whether the backward hooks are called with it.
         """
         module, precision = self.module, self.trainer.precision_plugin
         averages = self.configuration.options.loss_reduction == "mean"
@@ -324,7 +326,7 @@ class PipelineLoop:
             if accumulate > 1:
                 loss = loss / accumulate
             # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then
-            first = n == 0 and not started and tells(loss)
+            first = n == 0 and not started and calls_hooks(loss)
             with self._hook_called() if first else quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
             if n == 0:
@@ -337,7 +339,7 @@ class PipelineLoop:
     def _hook_called(self) -> Iterator[None]:
         """Within this context a hook is called while pipeline 0 runs; what it changes is changed for all pipelines."""
         stream = self.deployment.parallel.pipelines[0].stream
-        with host_lent(), in_hook(), contextlib.nullcontext() if stream is None else stream.left():
+        with host_lent(), in_hook(), contextlib.nullcontext() if stream is None else stream.on_callers_stream():
             yield
 
     def prepare(self, iteration: Iteration) -> bool:
@@ -346,7 +348,7 @@ class PipelineLoop:
         No stages are made if the step returns None for the whole first batch. Then it runs here, only for what it
         changes and logs.
         """
-        schedule = self.schedule(iteration.works[0], iteration.trains)
+        schedule = self.schedule(iteration.micro_batches[0], iteration.trains)
         trained = self.configuration.num_pipelines if iteration.step == STEP else 1
         stages = self.cluster.stage_map.num_stages
         made = self._preparation.prepare(iteration, partial(self._call, iteration, 0, 0), schedule, trained)
@@ -360,16 +362,21 @@ class PipelineLoop:
             return True
         if iteration.step not in self.deployment.undivided:
             self._run_skipped(iteration)
-            self.models.skipped = frozenset(range(len(iteration.works)))
+            self.models.skipped = frozenset(range(len(iteration.micro_batches)))
         return False
 
     def run(self, iteration: Iteration) -> bool:
         """Run the micro-batches of all pipelines; return False if the step has no stages."""
-        step, works, training, trains = iteration.step, iteration.works, iteration.step == STEP, iteration.trains
+        step, works, training, trains = (
+            iteration.step,
+            iteration.micro_batches,
+            iteration.step == STEP,
+            iteration.trains,
+        )
         num_pipelines, control = self.configuration.num_pipelines, self.schedule_control
         verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
-            verifier.watch()
+            verifier.begin_iteration()
         if not self.prepare(iteration):
             return False
         if training:
@@ -383,7 +390,12 @@ class PipelineLoop:
         if verifier is not None:
             assert iteration.finish is not None
             iteration.finish = verifier.begin(
-                works, iteration.rest, iteration.number, iteration.finish, iteration.first_batch, iteration.shares > 1
+                works,
+                iteration.other_args,
+                iteration.number,
+                iteration.finish,
+                iteration.first_batch,
+                iteration.shares > 1,
             )
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.parallel.ensemble
@@ -399,26 +411,26 @@ class PipelineLoop:
                 if ensemble is not None:
                     ensemble.place(0)
         with iteration.precision():  # it may determine the type of logged numbers
-            self.models.step_log.tell_groups() if training else self.models.step_log.issue()
+            self.models.step_log.begin_exchange() if training else self.models.step_log.flush()
         if training:
             iteration.outcomes = self.of_replicas(iteration.outcomes)
         return True
 
-    def task(self, iteration: Iteration, n: int, known: frozenset[int] = frozenset()) -> Task:
+    def task(self, iteration: Iteration, n: int, starts_from_kept: frozenset[int] = frozenset()) -> Task:
         """Return the work of one pipeline in an iteration.
 
         Args:
             iteration: the iteration.
             n: number of the pipeline.
-            known: micro-batches that begin with kept outputs of frozen layers.
+            starts_from_kept: micro-batches that begin with kept outputs of frozen layers.
         """
         pipeline, before = iteration.first
         return Task(
             partial(self._call, iteration, n),
-            [(part.data, *iteration.rest) for part in iteration.works[n]],
+            [(part.data, *iteration.other_args) for part in iteration.micro_batches[n]],
             partial(iteration.begin_backward, n) if iteration.trains else None,
             RandomKey(self.configuration.seed, iteration.number, pipeline + n, before),
-            known,
+            starts_from_kept,
             partial(self._around, iteration, n),
         )
 
@@ -430,8 +442,8 @@ class PipelineLoop:
     @contextlib.contextmanager
     def _around(self, iteration: Iteration, n: int, i: int) -> Iterator[None]:
         """Within this context the step function is called with a micro-batch."""
-        part, (pipeline, before) = iteration.works[n][i], iteration.first
-        weight = self.splitter.log_weight(part, iteration.works[n])
+        part, (pipeline, before) = iteration.micro_batches[n][i], iteration.first
+        weight = self.splitter.log_weight(part, iteration.micro_batches[n])
         logs = self.models.step_log.micro_batch(part.size, (pipeline + n, before + i), weight, iteration.entries)
         divided, apart = self.cluster.stage_map.num_stages > 1, self.cluster.group.world_size > 1
         optimizers = read_only(self.trainer.optimizers if divided else (), apart)
@@ -451,7 +463,7 @@ class PipelineLoop:
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
             self.cluster.control.expect()
             self.order.run_until(self.cluster.control.has_news)
-            skipped = self.cluster.control.publish(skipped)
+            skipped = self.cluster.control.broadcast(skipped)
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
 
     def result(self, iteration: Iteration) -> Any:
@@ -463,7 +475,7 @@ class PipelineLoop:
         self._to_bring.add(iteration.step)
         nothing, ended = torch.zeros((), device=self.cluster.device), iteration.outcomes[: iteration.shares]
         results = [result for outcome in ended for result in outcome.results or ()]
-        parts = [part for share in iteration.works[: len(ended)] for part in share]
+        parts = [part for share in iteration.micro_batches[: len(ended)] for part in share]
         result = self._merged(results, parts) if results else {"loss": nothing}
         if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss
             result = {"loss": nothing}
@@ -507,19 +519,19 @@ class PipelineLoop:
         """
         if on_meta(self.module):  # no process has the whole module
             return
-        self.models.step_log.begin(sum(map(len, iteration.works)))
+        self.models.step_log.begin(sum(map(len, iteration.micro_batches)))
         with alone():
-            for n, parts in enumerate(iteration.works):
+            for n, parts in enumerate(iteration.micro_batches):
                 for i, part in enumerate(parts):
                     if self.cluster.rank == 0:
-                        self._call(iteration, n, i, part.data, *iteration.rest)
+                        self._call(iteration, n, i, part.data, *iteration.other_args)
                         continue
                     with iteration.precision():
-                        getattr(self.module, iteration.step)(part.data, *iteration.rest)
+                        getattr(self.module, iteration.step)(part.data, *iteration.other_args)
         with iteration.precision():
             if iteration.step == STEP:
-                self.models.step_log.tell_groups()
-            self.models.step_log.issue()
+                self.models.step_log.begin_exchange()
+            self.models.step_log.flush()
 
     def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         """Return the merged result of the micro-batches that were not skipped; None if all were skipped."""

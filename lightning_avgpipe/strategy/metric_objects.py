@@ -37,13 +37,13 @@ class BatchValues:
     Attributes:
         trained: whether a metric object has been updated in training.
         in_step: a metric object that the training step updates; None if none is known.
-        refuses: returns the reason why training steps may not update metric objects now; empty if they may.
+        why_refused: returns the reason why training steps may not update metric objects now; empty if they may.
     """
 
     def __init__(self) -> None:
         self.trained = False
         self.in_step: Metric | None = None
-        self.refuses: Callable[[], str] = lambda: ""
+        self.why_refused: Callable[[], str] = lambda: ""
         self._copies: dict[int, Metric] = {}
         self._begun: set[int] = set()
         self._returned: list[tuple[Any, Metric]] = []
@@ -75,14 +75,14 @@ class BatchValues:
             ConfigurationError: training steps may not update metric objects now.
         """
         self.in_step = metric
-        if why := self.refuses():
+        if why := self.why_refused():
             raise ConfigurationError(why)
 
     def metric_of(self, value: Any) -> Metric | None:
         """Return the metric object that returned this value, compared by identity, in this batch; None if none did."""
         return next((metric for returned, metric in self._returned if returned is value), None)
 
-    def of(self, metric: Metric) -> Any:
+    def batch_value(self, metric: Metric) -> Any:
         """Return the value of the whole batch if ``metric`` was called in this batch; otherwise None."""
         return self._copies[id(metric)].compute() if id(metric) in self._begun else None
 
@@ -129,14 +129,14 @@ def local_metrics(
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
 
-    def looking_on(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
+    def observed_call(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
             values.trained |= training()
             if training() and in_step():
                 values.seen_in_step(metric)
             if (tracer := StepTracer.current()) is not None:
                 return tracer.observe(method, args, kwargs)
-            _check_place(elsewhere() and not StepTracer.is_rehearsing())
+            _check_place(elsewhere() and not StepTracer.in_dry_run())
             return method(*args, **kwargs)
 
         return observed
@@ -146,8 +146,8 @@ def local_metrics(
 
     replacements: list[Replacement] = []
     for metric in metrics:
-        replacements.append((metric, "update", looking_on(metric, metric.update)))
-        replacements.append((metric, "forward", looking_on(metric, _noted(metric, metric.forward, values))))
+        replacements.append((metric, "update", observed_call(metric, metric.update)))
+        replacements.append((metric, "forward", observed_call(metric, _noted(metric, metric.forward, values))))
     replacements.append((Metric, "sync", _syncing(metrics, are_several, gather)))
     return all_replaced(replacements)
 
@@ -177,7 +177,7 @@ def _syncing(
     return synced
 
 
-def tell_device(module: nn.Module, device: torch.device) -> None:
+def set_device(module: nn.Module, device: torch.device) -> None:
     """Set the device that modules report as ``self.device``, and move the states of metric objects to it.
 
     Parameters and buffers stay where they are.

@@ -22,7 +22,7 @@ from lightning_avgpipe.planning.memory import MemoryLimit, parse_limit
 from lightning_avgpipe.planning.planner import SOURCES
 from lightning_avgpipe.schedule.builders import Builder
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPolicy
+from lightning_avgpipe.schedule.policies import OPTION_DOCS, OPTION_TYPES, POLICIES, WeightPolicy
 from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import ScheduleRequest
@@ -52,9 +52,12 @@ if TYPE_CHECKING:
     PolicyChoice = Any
 else:  # includes what systems have registered
     ScheduleName = Literal[(*RECIPES, "auto")]
-    PolicyChoice = Union[(Literal[tuple(POLICIES)], *GIVEN)]
+    PolicyChoice = Union[(Literal[tuple(POLICIES)], *OPTION_TYPES)]
 # Descriptions of the values that systems have registered, for the documentation of options.
-FURTHER = {"schedule": " ".join(filter(None, (r.about for r in RECIPES.values()))), "weight_policy": " ".join(ABOUT)}
+FURTHER = {
+    "schedule": " ".join(filter(None, (r.about for r in RECIPES.values()))),
+    "weight_policy": " ".join(OPTION_DOCS),
+}
 
 
 def _is_memory(value: Any) -> bool:
@@ -106,7 +109,9 @@ ALLOWED = {
         ),
     ),
     "static_step": flag("auto"),
-    "weight_policy": reduce(either, (instance(kind, example) for kind, example in GIVEN.items()), choice(*POLICIES)),
+    "weight_policy": reduce(
+        either, (instance(kind, example) for kind, example in OPTION_TYPES.items()), choice(*POLICIES)
+    ),
     "averaging": instance(Averaging, "Averaging(rolling='auto')"),
     "system": optional(instance(System, "Survival(groups=2)"), "none"),
     "planner": choice(*SOURCES),
@@ -178,7 +183,7 @@ class Options:
         """Whether the user has asked for verification."""
         return self.verify not in (False, "auto")
 
-    def rolling_as(self, rolling: bool) -> Options:
+    def with_rolling(self, rolling: bool) -> Options:
         """Return the options with another value of ``Averaging.rolling``."""
         return replace(self, averaging=replace(self.averaging, rolling=rolling))
 
@@ -321,11 +326,11 @@ class Configuration:
         return self.rolls and self.options.averaging.rolling == "auto"
 
     @property
-    def asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether changes have been requested that do not apply yet."""
         return bool(self._asked)
 
-    def wanted(self, changes: Mapping[str, Any]) -> Options:
+    def options_with(self, changes: Mapping[str, Any]) -> Options:
         """Return the options with all requested changes and these; a value of None changes nothing.
 
         Raises:
@@ -333,11 +338,11 @@ class Configuration:
         """
         return replace(self.options, **self._with(changes))
 
-    def ask(self, changes: Mapping[str, Any]) -> None:
-        """Request changes, which take effect with :meth:`take_over`."""
+    def request(self, changes: Mapping[str, Any]) -> None:
+        """Request changes, which take effect with :meth:`apply_requests`."""
         self._asked = self._with(changes)
 
-    def take_over(self, cluster: Cluster | None) -> dict[str, Any]:
+    def apply_requests(self, cluster: Cluster | None) -> dict[str, Any]:
         """Apply the requested changes at the end of an iteration. Every process calls it.
 
         Args:

@@ -43,7 +43,7 @@ class ParallelModels:
         replicas: synchronisation with the replicas of these models.
         step_log: log of the run.
         skipped: numbers of the pipelines whose last batch had no loss; the same on every rank.
-        fed: number of pipelines that have had a batch since gradients were cleared.
+        num_fed: number of pipelines that have had a batch since gradients were cleared.
     """
 
     def __init__(self, context: RunContext, deployment: Deployment, step_log: StepLog, observers: Observers) -> None:
@@ -54,7 +54,7 @@ class ParallelModels:
         self._module, self._deployment = context.module, deployment
         self.step_log = step_log
         self._observers = observers
-        self.fed = 0
+        self.num_fed = 0
         # with accumulation, gradients are summed after the last batch only, unless a hook sees them after each batch
         self._sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
         self._clears_by_hand = is_overridden("optimizer_zero_grad", context.module)
@@ -72,9 +72,9 @@ class ParallelModels:
         return self._configuration.num_pipelines * (1 if others is None else others.count)
 
     @property
-    def stepping(self) -> int:
+    def num_stepping(self) -> int:
         """The number of models of this group that take part in the next step: those that had a batch, at least 1."""
-        return max(1, self.fed)
+        return max(1, self.num_fed)
 
     @property
     def ensemble(self) -> Ensemble | None:
@@ -100,7 +100,7 @@ class ParallelModels:
         pipelines = deployment.parallel.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
-        self.fed = max(self.fed, count)
+        self.num_fed = max(self.num_fed, count)
         return pipelines[:count]
 
     def _tell_restart(self, saved: int) -> None:
@@ -151,7 +151,7 @@ class ParallelModels:
     def synchronise(self, count: int, sums: bool) -> int:
         """Agree with replicas which models had a batch and a loss, and sum gradients; see :meth:`ReplicaSync.agree`."""
         count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, sums)
-        self.fed = max(self.fed, count)
+        self.num_fed = max(self.num_fed, count)
         return count
 
     def after_backward(self, number: int, loss: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class ParallelModels:
         Raises:
             ConfigurationError: user code has kept gradients of pipeline 0, to accumulate them by hand.
         """
-        self.fed = 0
+        self.num_fed = 0
         others = [] if self.ensemble is None else self.ensemble.models.each[1:]
         for model in others:
             model.clear_gradients()
@@ -218,10 +218,10 @@ class ParallelModels:
         if self.num_models == 1:
             shards = self._deployment.holdings.shards
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
-                return own(optimizer, self.check.after(closure), model, **kwargs)
+                return own(optimizer, self.check.wrap_closure(closure), model, **kwargs)
         self._check_gradients()
         results: list[Any] = []
-        once = self._once(optimizer, closure if order.in_turn else self.check.after(closure), results)
+        once = self._once(optimizer, closure if order.in_turn else self.check.wrap_closure(closure), results)
         with _counting_steps(optimizer) as steps:
             result = own(optimizer, once, model, **kwargs)
         ensemble = self.ensemble
@@ -269,7 +269,7 @@ class ParallelModels:
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
             results.append(closure())
-            if self._deployment.parallel.averaging_group is not None and self.skipped.issuperset(range(self.fed)):
+            if self._deployment.parallel.averaging_group is not None and self.skipped.issuperset(range(self.num_fed)):
                 # every batch was skipped; for None the precision plugin would skip the loss scaler's vote, for which
                 # other groups wait
                 return torch.zeros((), device=self._cluster.device)
@@ -280,10 +280,10 @@ class ParallelModels:
     def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
         """Step the optimizers of pipelines 1.., and average all models if the optimizer of any has stepped."""
         with self._observers.activity("step"):
-            others = [self._step_other(ensemble, n, results, kwargs) for n in range(1, self.fed)]
+            others = [self._step_other(ensemble, n, results, kwargs) for n in range(1, self.num_fed)]
         if stepped or any(others):
             with self._observers.activity("averaging"):
-                ensemble.averager.stepped(self.fed - len(self.check.left_out))
+                ensemble.averager.stepped(self.num_fed - len(self.check.left_out))
         if is_overridden("optimizer_step", self._module):  # user code after the step may look at the weights
             self._finish_averaging()
         ensemble.take_checksums(bool(self._trainer.is_last_batch))
@@ -314,7 +314,7 @@ class ParallelModels:
             with self._observers.activity("averaging"):
                 ensemble.averager.finish()
 
-    def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
+    def optimizers_stepping_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """Return the optimizers of other pipelines that step in the same iteration as this optimizer.
 
         The list is empty for an optimizer that is not one of this run.
@@ -322,7 +322,7 @@ class ParallelModels:
         ensemble = self.ensemble
         if ensemble is None:
             return []
-        others = [made for n in range(1, self.fed) if n not in self.skipped for made in ensemble.optimizers.of(n)]
+        others = [made for n in range(1, self.num_fed) if n not in self.skipped for made in ensemble.optimizers.of(n)]
         if not any(optimizer is known for known in (*self._trainer.optimizers, *others)):
             return []
         return [other for other in others if other is not optimizer]

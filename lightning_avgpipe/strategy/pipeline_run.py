@@ -17,6 +17,7 @@ from lightning_avgpipe.errors import MicroBatchError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.strategy import commands, hooks, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
+from lightning_avgpipe.strategy.absent_weights import AbsentWeights
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import deploy, give_back
@@ -24,12 +25,11 @@ from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import PipelineLoop
-from lightning_avgpipe.strategy.metric_objects import tell_device
+from lightning_avgpipe.strategy.metric_objects import set_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
-from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.training.stepping import scaling_together
@@ -105,13 +105,13 @@ class PipelineRun:
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.schedule_request, context, deployment.parallel, observers)
         context.state.begin(deployment, schedule_control)
-        self.without_numbers = WithoutNumbers(trainer, StateOfSteps(trainer, cluster, deployment))
+        self.absent_weights = AbsentWeights(trainer, StateOfSteps(trainer, cluster, deployment))
         loop = self.loop = PipelineLoop(context, self.batches, deployment, self.models, schedule_control)
         context.state.drain, context.distributor.needs = loop.drain, self.needs
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order = order
-            self._undo.enter_context(changes.overlapping(trainer, order, self.batches))
+            self._undo.enter_context(changes.adapting_to_overlap(trainer, order, self.batches))
         if fitting:
             commands.advise(trainer, cluster)
         if fitting and options.has_replicas(cluster.stage_map.replicas):
@@ -125,7 +125,7 @@ class PipelineRun:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
         self._undo.callback(give_back, context, deployment)
-        self._undo.callback(lambda: None if context.connection.failed else loop.hand_over())
+        self._undo.callback(lambda: None if context.connection.failed else loop.send_all_changes())
         self._undo.callback(lambda: loop.order.put_back(together=not context.connection.failed))
 
     def _subject(self) -> Subject:
@@ -140,8 +140,8 @@ class PipelineRun:
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
             loss_weight=lambda: self.loop.splitter.loss_weight,
             showing=self.models.showing,
-            observed=self.loop.observed_between_steps,
-            acting=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
+            has_hooks_between_steps=self.loop.observed_between_steps,
+            has_hooks_in_step=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
             undo_changes=self._changes.close,
             options=self.configuration.options.shared,
             verdicts=self.configuration.options.cache_directory,
@@ -153,27 +153,27 @@ class PipelineRun:
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
         if cluster.group.world_size > 1:  # first, since later replacements would be taken for the user's own hooks
-            enter(all_replaced(self.without_numbers.replacements()))
+            enter(all_replaced(self.absent_weights.replacements()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
         enter(changes.examples_beside_weights(self.context.module, lambda: deployment.plan is not None))
         if fitting:
-            optimization = PipelineOptimization(self.loop, self.without_numbers)
+            optimization = PipelineOptimization(self.loop, self.absent_weights)
             enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))
             enter(changes.showing_reference(trainer, self.loop))
         if fitting or several:
-            enter(scaling_together(trainer.precision_plugin, cluster, self.models.together_with))
+            enter(scaling_together(trainer.precision_plugin, cluster, self.models.optimizers_stepping_with))
         if not several:
             return
-        enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
-        enter(changes.known_between_hooks(trainer, self._sync_metrics))
+        enter(changes.adapting_to_processes(trainer, cluster, deployment, self.context.distributor.sends_when_read))
+        enter(changes.syncing_metrics_between_hooks(trainer, self._sync_metrics))
         if cluster.group.world_size > 1:
             enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
             enter(changes.clipping(trainer, self.models.norms))
             if fitting:
                 drain = self.context.state.drain
-                enter(changes.sharing_at_end(trainer, cluster, deployment, drain))
-        enter(changes.known_at_epoch_end(trainer))
+                enter(changes.gathering_weights_at_end(trainer, cluster, deployment, drain))
+        enter(changes.syncing_metrics_at_epoch_end(trainer))
 
     def _sync_metrics(self) -> None:
         """Send rank 0's metrics to all processes. A process that waits for them runs actions that are ready."""
@@ -186,7 +186,7 @@ class PipelineRun:
     def end_training(self) -> None:
         """Finish the verification after the last batch."""
         if self.loop.verifier is not None:
-            self.loop.verifier.leave()
+            self.loop.verifier.finish_run()
 
     def teardown(self) -> None:
         """Undo the changes to Lightning, and give every process the whole module back."""
@@ -199,7 +199,7 @@ class PipelineRun:
 
     def model_to_device(self, own: Own) -> None:
         """Set the device of modules and metric objects. Weights are moved once there is a plan."""
-        tell_device(self.context.module, self.cluster.device)
+        set_device(self.context.module, self.cluster.device)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class PipelineRun:
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
             return None  # the last stage weighs micro-batches, by a function that may read the whole batch
         step = _STEPS[stage]
-        if step != STEP and "batch" in self.loop.named_at_batch_end[step]:
+        if step != STEP and "batch" in self.loop.arguments_used_at_batch_end[step]:
             return None
         return self.deployment.pipeline.leaves(step, rank, batch)
 
@@ -266,7 +266,7 @@ class PipelineRun:
     ) -> Any:
         """Run the closure, and step the optimizers of all parallel models."""
         verifier = self.loop.verifier
-        with self.without_numbers.lifted(), contextlib.nullcontext() if verifier is None else verifier.stepping():
+        with self.absent_weights.suspended(), contextlib.nullcontext() if verifier is None else verifier.stepping():
             result = self.models.optimizer_step(own, self.loop.order, optimizer, closure, model, **kwargs)
             self.loop.order.stepped()
         return result
@@ -283,15 +283,15 @@ class PipelineOptimization(_AutomaticOptimization):
 
     Args:
         loop: runs the steps.
-        without_numbers: wraps the user's hooks.
+        absent_weights: wraps the user's hooks.
     """
 
-    def __init__(self, loop: PipelineLoop, without_numbers: WithoutNumbers) -> None:
+    def __init__(self, loop: PipelineLoop, absent_weights: AbsentWeights) -> None:
         super().__init__(loop.trainer)
         # shared with Lightning's own optimization, since Lightning updates it in place, also from a checkpoint
         self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._loop = loop
-        self._without_numbers = without_numbers
+        self._absent_weights = absent_weights
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration. Afterwards every rank knows the loss and the metrics.
@@ -302,8 +302,8 @@ class PipelineOptimization(_AutomaticOptimization):
         self._loop.stops = self.trainer.should_stop
         cluster.control.expect()
         verifier = self._loop.verifier
-        self._loop.end_sanity_check()
-        if verifier is not None and not self._loop.passes:  # before optimizers and their hooks count a step
+        self._loop.share_after_sanity_check()
+        if verifier is not None and not self._loop.is_averaging_pass:  # before optimizers and their hooks count a step
             with self._loop.clearing_gradients(self._make_zero_grad_fn(batch_idx, optimizer)):
                 verifier.fork()
         result = super().run(optimizer, batch_idx, kwargs)
@@ -314,7 +314,7 @@ class PipelineOptimization(_AutomaticOptimization):
             if cluster.world.rank == 0:
                 stops = self.trainer.should_stop  # the step may have set it
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
-            others = dict(result) if "outputs" in self._loop.named_at_batch_end[STEP] else {}
+            others = dict(result) if "outputs" in self._loop.arguments_used_at_batch_end[STEP] else {}
             cluster.control.expect()  # again: a message within the iteration may have used the receive posted above
             self._loop.order.run_until(cluster.control.has_news)
             # the news is common to all groups; results and the decision on the advance are those of each group
@@ -327,7 +327,7 @@ class PipelineOptimization(_AutomaticOptimization):
         # not before the other stages, which wait for rank 0's news, have them
         if self._loop.observed_between_steps:
             self._loop.models.finish_averaging()
-        self._loop.bring(self._loop.observed_between_steps)
+        self._loop.send_changes(self._loop.observed_between_steps)
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._loop.end_iteration()
@@ -350,12 +350,12 @@ class PipelineOptimization(_AutomaticOptimization):
             shares_loss: whether the last stage sends the loss to all processes, for optimizers that use it (such as
                 those with Polyak's step size).
         """
-        with self._without_numbers.lifted() as by_hook, self._loop.clearing_gradients(zero_grad):
+        with self._absent_weights.suspended() as by_hook, self._loop.clearing_gradients(zero_grad):
             result = step()
         if by_hook:  # the hook may read gradients
-            self._without_numbers.show_gradients()
+            self._absent_weights.show_gradients()
         if shares_loss:
-            result.loss = self._loop.cluster.control.publish(result.loss)
+            result.loss = self._loop.cluster.control.broadcast(result.loss)
         return result
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:

@@ -45,7 +45,8 @@ class Profiler:
         shows: whether rank 0 shows a progress bar.
 
     Attributes:
-        too_few: the largest number of micro-batches with which an iteration did not fit the memory; 0 if all did.
+        largest_not_fitting: the largest number of micro-batches with which an iteration did not fit the memory; 0 if
+            all did.
     """
 
     def __init__(self, rehearsal: Rehearsal, iterations: int, schedule: str, shows: bool) -> None:
@@ -55,7 +56,7 @@ class Profiler:
         self._cluster = rehearsal.pipeline_run.cluster
         self._shows = shows and self._cluster.world.rank == 0
         self._began = time.monotonic()
-        self.too_few = 0
+        self.largest_not_fitting = 0
 
     def profile(self, counts: Sequence[int]) -> Profile | None:
         """Return a profile of one pipeline, measured mainly with a large number of micro-batches.
@@ -132,7 +133,7 @@ class Profiler:
         return {setting: timed[1:] for setting, timed in runs.items()}
 
     def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
-        self.too_few = tried
+        self.largest_not_fitting = tried
         more = next((m for m in counts if m >= 2 * tried), max(counts))
         if more <= tried:
             raise TuningError(
@@ -153,7 +154,9 @@ class Profiler:
         sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
         rounds = (self._iterations - 2) // len(sizes)  # after an iteration to warm up and one to measure memory
         runs = self._in_turns(sizes, rounds, tick)
-        self.too_few = max([self.too_few, *(size.num_microbatches for size in sizes if size not in runs)])
+        self.largest_not_fitting = max(
+            [self.largest_not_fitting, *(size.num_microbatches for size in sizes if size not in runs)]
+        )
         seconds = {size: self._durations(timed) for size, timed in runs.items()}
         curves = self._curves(setting, runs[setting], seconds.pop(setting))
         memory, step_s = self._memory(setting, tick)
@@ -217,7 +220,7 @@ class Profiler:
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Return the memory of each stage of this process, and the seconds of the optimizers' steps."""
-        memory, captured = port_of(self._cluster.device).memory, self._rehearsal.captured
+        memory, captured = port_of(self._cluster.device).memory, self._rehearsal.planned_microbatches
         plan, trainer = self._plan, self._rehearsal.trainer
         module = trainer.lightning_module
         before = memory.allocated_bytes() if memory.is_counted else None
@@ -232,7 +235,7 @@ class Profiler:
             )
         )
         context = memory.other_bytes() // len(self._cluster.stages)
-        held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
+        held = sum(k.holding.total - k.holding.unallocated for k in kept.values()) if kept else 0
         # allocated memory that belongs to no stage is used with every setting
         other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0
         found = {}
@@ -278,7 +281,7 @@ class Profiler:
 
     def _hops(self, num_microbatches: int) -> tuple[HopProfile, ...]:
         plan = self._plan
-        size = self._rehearsal.captured / num_microbatches
+        size = self._rehearsal.planned_microbatches / num_microbatches
         return tuple(
             HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link)
             for stage, link in zip(plan.stages, self._cluster.links(self._cluster.stage_map), strict=False)

@@ -20,9 +20,9 @@ from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS
-from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.outside import outside_variables, variable
 from lightning_avgpipe.state.parcel import Packer
-from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
+from lightning_avgpipe.state.snapshot import Snapshot, assign, keys_leading_to
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.hooks import WITH_RESULTS
@@ -104,7 +104,7 @@ class _Hooks:
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
         set_now = {key: value for key, value in self._settings().items() if settings.get(key, _MISSING) != value}
-        self._cluster.control.publish((news, after if after != optimization else None, set_now))
+        self._cluster.control.broadcast((news, after if after != optimization else None, set_now))
         return result
 
     def _leading(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class _Hooks:
         save = self._trainer.save_checkpoint
 
         def save_together(*args: Any, **kwargs: Any) -> None:
-            self._cluster.control.publish(_Save(args, kwargs))
+            self._cluster.control.broadcast(_Save(args, kwargs))
             with all_replaced([(self._connection, "is_leading", False), (self._trainer, "save_checkpoint", save)]):
                 save(*args, **kwargs)
 
@@ -133,7 +133,7 @@ class _Hooks:
     def _needed_elsewhere(self) -> frozenset[Key]:
         """Return the attributes that steps read on other processes, and the buffers that other processes hold."""
         holdings = self._deployment.holdings
-        owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
+        owned = (name.rpartition(".") for name in filter(holdings.is_owned_elsewhere, holdings.owner_of))
         return self._deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
     def _is_elsewhere(self, name: str) -> bool:
@@ -159,14 +159,14 @@ class _Hooks:
         pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
         others = {name for name in here if any(ranks(k) != (cluster.rank,) for k in used.get(name, ()))}
         changed = frozenset().union(*(pipeline.graph(step).changed for step in pipeline.steps))
-        return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
+        return frozenset(filter(deployment.holdings.is_owned_elsewhere, changed - here.keys())) | others
 
     def _follow(self) -> None:
         """Take part in the checkpoints that rank 0's hook saves, then apply the changes that it has made."""
-        message: Any = self._cluster.control.publish()
+        message: Any = self._cluster.control.broadcast()
         while isinstance(message, _Save):
             self._trainer.save_checkpoint(*message.args, **message.kwargs)
-            message = self._cluster.control.publish()
+            message = self._cluster.control.broadcast()
         news, optimization, settings = message
         owners = self._with_settings()
         for (owner, name), value in settings.items():
@@ -285,7 +285,7 @@ class _Attributes:
 
     def __init__(self, modules: dict[str, nn.Module], packer: Packer) -> None:
         self._modules, self._packer = modules, packer
-        self._variables = outside(modules[""])
+        self._variables = outside_variables(modules[""])
         self._held = self._holds()
         self._objects = Snapshot((*self._held.values(),), opaque=True)
 
@@ -313,7 +313,7 @@ class _Attributes:
         for key in {**self._held, **now}:
             value = now.get(key, _MISSING)
             before = self._held.get(key, _MISSING)
-            reaches = leading({key: value}, changed)
+            reaches = keys_leading_to({key: value}, changed)
             if before is value and not reaches and joined(*key) not in written:
                 continue
             must = key in needed

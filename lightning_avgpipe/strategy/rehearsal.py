@@ -57,13 +57,13 @@ class _Trials(ScheduleControl):
     """A schedule control for trial iterations, separate from that of training.
 
     Attributes:
-        captured: number of micro-batches of the batch from which the plan was made.
+        planned_microbatches: number of micro-batches of the batch from which the plan was made.
         runs: whether iterations run; otherwise they end when the stages are made.
         metered: whether memory is measured.
         kept: memory that the stages of this process kept in the last measured iteration; None if it was not measured.
     """
 
-    captured = 1
+    planned_microbatches = 1
     runs = False
     metered = False
     kept: dict[int, Kept] | None = None
@@ -77,11 +77,11 @@ class _Trials(ScheduleControl):
         if not self.runs:
             raise _Prepared
         meter = self._meter(task, plan) if self.metered else None
-        with self.observers.having(*([] if meter is None else [meter])):
+        with self.observers.with_added(*([] if meter is None else [meter])):
             yield
         if meter is not None:
             optimizers = [unwrapped(optimizer) for optimizer in self._context.trainer.optimizers]
-            held = holdings(plan, self._cluster.stages, self._module, optimizers, self.captured)
+            held = holdings(plan, self._cluster.stages, self._module, optimizers, self.planned_microbatches)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -100,7 +100,7 @@ class Rehearsal:
         trainer: trainer of the run.
         pipeline_run: run of the trainer.
         batch_size: number of samples of the batch.
-        captured: number of micro-batches of the batch from which the plan is made.
+        planned_microbatches: number of micro-batches of the batch from which the plan is made.
     """
 
     def __init__(self, trainer: pl.Trainer, run: PipelineRun, batch: Any) -> None:
@@ -109,12 +109,12 @@ class Rehearsal:
         self._module = trainer.lightning_module
         self._batch = batch
         self.batch_size = sum(part.size for part in run.loop.splitter.parts(copy.deepcopy(batch)))
-        self.captured = 1
+        self.planned_microbatches = 1
 
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
-        self.captured = num_microbatches
-        setting = Setting(self.captured, schedule=str(self.pipeline_run.configuration.options.schedule))
+        self.planned_microbatches = num_microbatches
+        setting = Setting(self.planned_microbatches, schedule=str(self.pipeline_run.configuration.options.schedule))
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 
@@ -129,7 +129,7 @@ class Rehearsal:
         trials.runs = True
         self.pipeline_run.models.clear_gradients(partial(nn.Module.zero_grad, self._module))
         recorder = Recorder(cluster.world.rank, cluster.device)
-        with trials.observers.having(recorder, MemoryGuard()):
+        with trials.observers.with_added(recorder, MemoryGuard()):
             self._step(setting, trials)
         return recorder.finish(ClockOffset(), cluster.waits.timeout_s)
 
@@ -143,7 +143,7 @@ class Rehearsal:
         """
         trials = self._trials(setting)
         trials.runs = trials.metered = True
-        with trials.observers.having(MemoryGuard()):
+        with trials.observers.with_added(MemoryGuard()):
             self._step(setting, trials)
         return trials.kept
 
@@ -227,7 +227,7 @@ class Rehearsal:
     def _trials(self, setting: Setting) -> _Trials:
         run, request = self.pipeline_run, ScheduleRequest(setting.schedule, setting.advance)
         trials = _Trials(request, run.context, run.deployment.parallel, run.loop.schedule_control.observers)
-        trials.captured = self.captured
+        trials.planned_microbatches = self.planned_microbatches
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
@@ -263,27 +263,27 @@ def rehearsing(
         num_microbatches: returns, for a batch size, the number of micro-batches for which the stages are planned.
     """
     module = trainer.lightning_module
-    changing = (run.configuration, "options"), (run.loop, "schedule_control"), (run.models, "fed")
+    changing = (run.configuration, "options"), (run.loop, "schedule_control"), (run.models, "num_fed")
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(_unheard(trainer, module))
+        undo.enter_context(_silenced(trainer, module))
         undo.enter_context(without_gradients(module.parameters()))
         if trainer.datamodule is not None and changes_batches(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
         undo.enter_context(all_replaced((owner, name, getattr(owner, name)) for owner, name in changing))
         undo.enter_context(replaced(run.loop, "verifier", None))
-        undo.enter_context(run.models.step_log.unheard())
+        undo.enter_context(run.models.step_log.discarding_logs())
         undo.enter_context(run.deployment.parallel.trying())
         rehearsal = Rehearsal(trainer, run, run.batches.copied(batch))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
     if (plan := run.deployment.plan) is not None:
-        run.deployment.holdings.begin_alike(plan.copied)  # buffers are again as each process has made them
+        run.deployment.holdings.equalise_start(plan.copied)  # buffers are again as each process has made them
 
 
 @contextlib.contextmanager
-def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def _silenced(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Call no callback, logger or backward hook within this context, and restore the gradient scalers after it."""
     loggers = trainer.loggers
     with contextlib.ExitStack() as undo:

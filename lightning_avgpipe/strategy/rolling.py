@@ -71,7 +71,7 @@ class RollingOrder(IterationOrder):
         self._versions: dict[int, dict[str, int]] = {}
         self._meets = False  # whether processes wait for each other before a model steps, to take norms of gradients
         values = loop.models.step_log.batch_values
-        values.refuses = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
+        values.why_refused = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
 
     @property
     def overlaps(self) -> bool:
@@ -94,7 +94,7 @@ class RollingOrder(IterationOrder):
         See :meth:`IterationOrder.train`.
         """
         loop, overlap = self.loop, self.overlap
-        if not self.overlaps or loop.passes:
+        if not self.overlaps or loop.is_averaging_pass:
             return super().train(batches, rest)
         loop.models.add_to_sums()
         if not overlap.coming:
@@ -113,7 +113,7 @@ class RollingOrder(IterationOrder):
         self._after(iteration, 0, steps)
         goes_on = steps and self.in_turn  # False if the first iteration has found a reason not to roll
         if not goes_on:
-            for n in range(1, len(iteration.works)):
+            for n in range(1, len(iteration.micro_batches)):
                 self._end(iteration, n)
                 self._after(iteration, n, steps)
             self._issue(iteration)
@@ -134,8 +134,8 @@ class RollingOrder(IterationOrder):
             goes_on = self.overlap.may_go_on()
             ensemble.averager.begin_staggered()
             for n in range(ensemble.models.size):
-                if iteration is not None and 0 < n < loop.models.stepping:
-                    if n < len(iteration.works):
+                if iteration is not None and 0 < n < loop.models.num_stepping:
+                    if n < len(iteration.micro_batches):
                         self._end(iteration, n)
                     self._after(iteration, n, steps=True)  # also without a batch: it may have accumulated gradients
                     step(n)
@@ -159,7 +159,7 @@ class RollingOrder(IterationOrder):
             with self._running():
                 self._engine.run_until(over)
 
-    def meet(self, what: str, members: Collectives | None = None) -> None:
+    def run_until_all_arrive(self, what: str, members: Collectives | None = None) -> None:
         """Run the actions that are ready in this process until all members have called this; see the base class."""
         members = members or self.loop.cluster.group
         if self._engine.runs and members.world_size > 1:
@@ -178,7 +178,7 @@ class RollingOrder(IterationOrder):
         """Put back the batches that were read ahead; see :meth:`IterationOrder.put_back`."""
         for iteration in self.overlap.coming:
             self._undo(iteration, together)
-        self.overlap.put_back()
+        self.overlap.return_batches()
         if together and self.loop.deployment.parallel.ensemble is not None:
             self._ensemble.averager.reset()
 
@@ -230,7 +230,7 @@ class RollingOrder(IterationOrder):
         elif not iteration.begun:
             loop.models.clear_gradients(zero_grad)
         else:
-            loop.models.fed = 0
+            loop.models.num_fed = 0
             with replaced(loop.module, "optimizer_zero_grad", noop):
                 zero_grad()
         if iteration.first_loss is not None:
@@ -242,7 +242,7 @@ class RollingOrder(IterationOrder):
         Returns:
             False if the batch is skipped, since it trains nothing and there are no stages yet.
         """
-        loop, overlap, numbers = self.loop, self.overlap, range(len(iteration.works))
+        loop, overlap, numbers = self.loop, self.overlap, range(len(iteration.micro_batches))
         loop.models.skipped, before = frozenset(), self._pipelines
         if not iteration.begun and overlap.checked:
             loop.freeze(trains=True)
@@ -261,7 +261,7 @@ class RollingOrder(IterationOrder):
         if not ran:
             return False
         with iteration.precision():
-            loop.models.step_log.issue()
+            loop.models.step_log.flush()
         if not overlap.checked and self.stop_if_refused():
             return True
         overlap.check_graph(self._metric_refused)
@@ -304,7 +304,7 @@ class RollingOrder(IterationOrder):
             and deployment.parallel.ensemble.models.size == num_pipelines
             and not deployment.replans
             and not [*self.loop.schedule_control.observers]
-            and not self.loop.schedule_control.measures(iteration.works)
+            and not self.loop.schedule_control.measures(iteration.micro_batches)
         )
 
     def _begin(self, iteration: Iteration, n: int) -> None:
@@ -312,8 +312,8 @@ class RollingOrder(IterationOrder):
         loop = self.loop
         if iteration.entries is None:
             iteration.entries = []
-            iteration.finish = loop.finish(iteration, tells=partial(self._announce_loss, iteration))
-        schedule = loop.schedule(iteration.works[n], True)
+            iteration.finish = loop.finish(iteration, calls_hooks=partial(self._announce_loss, iteration))
+        schedule = loop.schedule(iteration.micro_batches[n], True)
         self._engine.begin([self._pipelines[n]], [schedule], [loop.task(iteration, n)])
         iteration.begun.add(n)
 
@@ -329,9 +329,9 @@ class RollingOrder(IterationOrder):
             with self._running():
                 ended = self._engine.finish([n])
             if (replicas := sharing_last(self.loop.cluster)) is not None:
-                self.meet(f"the end of pipeline {n}", replicas)
+                self.run_until_all_arrive(f"the end of pipeline {n}", replicas)
             iteration.outcomes += self.loop.of_replicas(ended)
-        is_skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
+        is_skipped = len(iteration.outcomes[n].skipped) == len(iteration.micro_batches[n])
         if self.loop.skipped(iteration, [is_skipped]):
             self.loop.models.skipped |= {n}
 
@@ -347,10 +347,10 @@ class RollingOrder(IterationOrder):
             norms = self.loop.models.norms
             self._meets, norms.taken = norms.taken, False
         if steps and self._meets:
-            self.meet(f"the step of pipeline {n}")
+            self.run_until_all_arrive(f"the step of pipeline {n}")
         if n == 0 and self.loop.verifier is not None:
             self.loop.verifier.compare()
-        if n < len(iteration.works):
+        if n < len(iteration.micro_batches):
             self.loop.models.after_backward(n, iteration.loss)
         if steps:
             self.loop.models.check.check_model(n)
@@ -374,9 +374,9 @@ class RollingOrder(IterationOrder):
     def _go_on(self, n: int, iteration: Iteration) -> None:
         """Let pipeline n begin the next iteration, if it may; pipeline 0 reads its batches."""
         if n == 0 and not [*self.loop.schedule_control.observers]:
-            self.overlap.next(iteration.rest)
+            self.overlap.read_ahead(iteration.other_args)
         following = self.overlap.coming[0] if self.overlap.coming else None
-        if following is None or n >= len(following.works) or not self._rolls(following):
+        if following is None or n >= len(following.micro_batches) or not self._rolls(following):
             return
         following.kept[n] = {name: tensor.detach().clone() for name, tensor in self._buffers(n).items()}
         self._clear(n)

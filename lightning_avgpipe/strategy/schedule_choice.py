@@ -103,12 +103,12 @@ class ScheduleChoice:
         """Whether schedules are chosen by the costs of stages."""
         return self.adapts or self.request.given == "auto"
 
-    def follow(self, plan: Plan | None) -> None:
+    def use_plan(self, plan: Plan | None) -> None:
         """Choose schedules by the costs of this plan from now on; None: forget the plan until the next one is made."""
         self.plan = plan
         self._built.clear()
 
-    def take_wanted(self) -> Placement | None:
+    def take_requested_placement(self) -> Placement | None:
         """Return, once, the placement of stages that ``schedule="auto"`` needs for its choice; None: no change."""
         wanted, self._wanted = self._wanted, None
         return wanted
@@ -118,7 +118,7 @@ class ScheduleChoice:
         costs = self._costs
         return 0 if costs is None else first_advance(uneven_steps(costs), num_microbatches, costs)
 
-    def fix(self, advance: int) -> None:
+    def fix_advance(self, advance: int) -> None:
         """Use a fixed advance from now on; if it is not 0, depth first is replaced by the requested schedule."""
         self.request = replace(self.request, given=self._asked if advance else self.request.given, advance=advance)
         self._built.clear()
@@ -183,7 +183,7 @@ class ScheduleChoice:
 
         def fits(schedule: Schedule) -> bool:
             return all(
-                need.held + (need.stash + need.boundary) * larger * now / before <= most
+                need.persistent + (need.stash + need.boundary) * larger * now / before <= most
                 for need, now, before in zip(needs, peak_stash(schedule), planned, strict=True)
             )
 

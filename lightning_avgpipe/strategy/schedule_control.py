@@ -80,7 +80,7 @@ class ScheduleControl:
         # on rank 0
         self._controller: AdaptiveAdvance | None = None
         self._ran: dict[int, _Ran] = {}  # by number, until all have reported
-        self._peaks: dict[int, int] = {}
+        self._reported_peaks: dict[int, int] = {}
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
 
@@ -104,9 +104,9 @@ class ScheduleControl:
         """Forget what was measured and decided, since there is another plan. Every rank calls it."""
         if self.choice.plan is not None:  # a state that was loaded belongs to that plan
             self._loaded = None
-        self.choice.follow(None)
+        self.choice.use_plan(None)
         self._controller = self._unlogged = None
-        for known in (self.peaks, self._shapes, self._ran, self._peaks, self._recent):
+        for known in (self.peaks, self._shapes, self._ran, self._reported_peaks, self._recent):
             known.clear()
 
     def measures(self, works: Works) -> bool:
@@ -138,7 +138,7 @@ class ScheduleControl:
             known.metered.add(advance)
         self._number += 1
         lap = self._stopwatch.lap(self._number) if self.choice.adapts else contextlib.nullcontext()
-        with self.observers.having(*([] if meter is None else [meter])), lap:
+        with self.observers.with_added(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
             found = self._footprints(meter, plan, schedule, len(works[0]))
@@ -158,7 +158,7 @@ class ScheduleControl:
         choice = self.choice
         if plan is choice.plan or not choice.depends_on_plan:
             return
-        choice.follow(plan)
+        choice.use_plan(plan)
         if choice.adapts:
             first, limit = choice.first_advance(num_microbatches), choice.memory_limit()
             self._controller = AdaptiveAdvance(first, self.predicted, limit, choice.warm_up)
@@ -246,7 +246,7 @@ class ScheduleControl:
         found = {}
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
             stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
-            found[k] = Footprint.estimated(stage.memory.held, stash, self._row(schedule, k))
+            found[k] = Footprint.estimated(stage.memory.persistent, stash, self._row(schedule, k))
         return found
 
     def predicted(self, shape: IterationShape, advance: int) -> list[float]:
@@ -272,7 +272,7 @@ class ScheduleControl:
             replica, _ = self._cluster.stage_map.share(stage, rank)
             if replica == 0:  # other replicas have as many micro-batches, or one less
                 self._shapes[self._ran[number].shape].footprints[stage] = Footprint(*values)
-            self._peaks[stage] = max(values[0], self._peaks.get(stage, 0)) if replica else values[0]
+            self._reported_peaks[stage] = max(values[0], self._reported_peaks.get(stage, 0)) if replica else values[0]
 
     def _decide(self) -> Decisions:
         """Evaluate the iterations that every rank has reported; return what is new for all ranks."""
@@ -284,7 +284,7 @@ class ScheduleControl:
                     known.decided = self._first(self._controller, shape)
         decided = ((shape, known.decided) for shape, known in self._shapes.items() if known.decided != known.advance)
         new = tuple((*astuple(shape), advance) for shape, advance in decided if advance is not None)
-        higher = tuple((k, peak) for k, peak in self._peaks.items() if self.peaks.get(k) != peak)
+        higher = tuple((k, peak) for k, peak in self._reported_peaks.items() if self.peaks.get(k) != peak)
         return (new, higher) if new or higher else None
 
     def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:

@@ -18,7 +18,7 @@ from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import names_in, variable
 from lightning_avgpipe.state.parcel import Packer
-from lightning_avgpipe.strategy.hooks import SHARED, WITH_RESULTS
+from lightning_avgpipe.strategy.hooks import RUN_BY_ALL_PROCESSES, WITH_RESULTS
 from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment
@@ -38,19 +38,20 @@ class StateOfSteps:
     def _packer(self) -> Packer:
         return Packer(self._module)
 
-    def bring(self, owner: Any, name: str) -> None:
+    def send_changes(self, owner: Any, name: str) -> None:
         """Send what a hook may read from rank 0 to the other processes. Every process calls it before the hook.
 
         Args:
             owner: the module or callback that has the hook.
             name: name of the hook.
         """
-        if name not in SHARED or (owner is self._module and name in WITH_RESULTS):  # rank 0 alone runs the latter
+        # rank 0 alone runs the latter
+        if name not in RUN_BY_ALL_PROCESSES or (owner is self._module and name in WITH_RESULTS):
             return
         keys = list(self._keys(owner, name)) if STEP in self._deployment.pipeline.steps else []
         if not keys:
             return
-        sent: Any = self._cluster.control.publish(list(map(self._packed, keys)) if self._cluster.rank == 0 else None)
+        sent: Any = self._cluster.control.broadcast(list(map(self._packed, keys)) if self._cluster.rank == 0 else None)
         for key, content in zip(keys, sent, strict=True) if self._cluster.rank else ():
             if content is None:
                 continue

@@ -48,7 +48,7 @@ class StateOfUnits:
         divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
         return dict(self._owned(step, changed, made)) if divided else {}
 
-    def bring(self, step: str, owners: Mapping[Key, int], lenient: bool = False) -> None:
+    def send_changes(self, step: str, owners: Mapping[Key, int], lenient: bool = False) -> None:
         """Send what submodules have changed to all processes of the group. Each of them calls it.
 
         For the training step, the buffers of all parallel models are sent; otherwise those that the module has now.
@@ -68,7 +68,7 @@ class StateOfUnits:
         Args:
             owners: attribute, buffer or variable -> rank that has it.
             ensemble: parallel models with buffers of their own; None: only the model that the module shows.
-            lenient: as for :meth:`bring`.
+            lenient: as for :meth:`send_changes`.
         """
         packer, size = Packer(self._module), 1 if ensemble is None else ensemble.models.size
         buffers = {(path, name) for path, module in self._module.named_modules() for name in module._buffers}
@@ -103,7 +103,7 @@ class StateOfUnits:
     def _owned(self, step: str, changed: bool, made: bool) -> Iterator[tuple[Key, int]]:
         """Yield the buffers, attributes and variables that submodules change or make, with the rank that has them."""
         loaded, plan = self._deployment.pipeline.steps[step], self._deployment.plan
-        graph, answers, stage_map = loaded.graph, self._deployment.holdings.answers, self._cluster.stage_map
+        graph, answers, stage_map = loaded.graph, self._deployment.holdings.owner_of, self._cluster.stage_map
         buffers = dict(self._module.named_buffers())
         for name in sorted(graph.changed) if changed else ():
             if name in buffers and name in answers:

@@ -35,13 +35,19 @@ from lightning_avgpipe.strategy.connection import (
     Connection,
     Peers,
     ending_together,
-    keeping_the_last,
-    obeying_signals,
-    saving_what_is_whole,
-    why_not_whole,
+    handling_signals_together,
+    keeping_last_checkpoint,
+    refusing_bad_checkpoints,
+    why_no_checkpoint,
 )
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.strategy.data import Distributor, check_alike, check_sampler, mirror, sharing
+from lightning_avgpipe.strategy.data import (
+    Distributor,
+    check_equal_lengths,
+    check_sampler,
+    sampling_over_groups,
+    shared_dataloader,
+)
 from lightning_avgpipe.strategy.options import (
     ALLOWED,
     FURTHER,
@@ -507,17 +513,17 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect a module to the strategy, with which a new run begins."""
-        checks.one_run(self._connection.cluster, model)
+        checks.no_run_in_progress(self._connection.cluster, model)
         super().connect(model)
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
         if not self.passthrough and model._trainer is not None:  # without a trainer, the module will only be saved
-            self._undo.enter_context(saving_what_is_whole(model.trainer, self._why_not_whole))
+            self._undo.enter_context(refusing_bad_checkpoints(model.trainer, self._why_not_whole))
 
     def _why_not_whole(self) -> str | None:
         assert self.lightning_module is not None
-        return why_not_whole(self.lightning_module.trainer, self._connection, self._begun)
+        return why_no_checkpoint(self.lightning_module.trainer, self._connection, self._begun)
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
@@ -526,7 +532,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
             # by now all callbacks are known
-            callbacks = keeping_the_last(self.lightning_module.trainer, self._why_not_whole)
+            callbacks = keeping_last_checkpoint(self.lightning_module.trainer, self._why_not_whole)
             self._undo.enter_context(all_replaced(callbacks))
         super().setup_environment()
         if not self.passthrough:
@@ -534,7 +540,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self.set_world_ranks()
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1 or (fits and not self.passthrough):
-            self._undo.enter_context(obeying_signals(self.lightning_module.trainer, self._connection))
+            self._undo.enter_context(handling_signals_together(self.lightning_module.trainer, self._connection))
         if self.world_size > 1:
             self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
         self._connect()
@@ -559,7 +565,7 @@ class AvgPipeStrategy(ParallelStrategy):
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "batches_per_step"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
-        self._undo.enter_context(sharing(trainer, self.num_groups))
+        self._undo.enter_context(sampling_over_groups(trainer, self.num_groups))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare a run of the trainer; the plan is made with the first batch."""
@@ -583,8 +589,8 @@ class AvgPipeStrategy(ParallelStrategy):
                 commands.nothing_to_verify(options.verify)
             return PassthroughRun(context)
         checks.trainer(trainer, self.world_size, self.num_pipelines, self.num_teams)
-        given = str(trainer.ckpt_path or ""), options.shared, hooks.names(trainer)
-        checks.same_everywhere(self.cluster.world.gather_objects(given))
+        given = str(trainer.ckpt_path or ""), options.shared, hooks.user_hook_names(trainer)
+        checks.same_on_all_ranks(self.cluster.world.gather_objects(given))
         checks.contents(module)
         if why is None:
             if fitting:
@@ -675,8 +681,8 @@ class AvgPipeStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         readers = self.num_groups if trainer.training else 1
         check_sampler(dataloader, readers, self.cluster.world.world_size)
-        mirrored = mirror(dataloader, trainer, self.cluster, partial(getattr, self, "_distributor"))
-        check_alike(mirrored, self.cluster, self.num_pipelines)
+        mirrored = shared_dataloader(dataloader, trainer, self.cluster, partial(getattr, self, "_distributor"))
+        check_equal_lengths(mirrored, self.cluster, self.num_pipelines)
         return mirrored
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -748,7 +754,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
         # hooks redirect new tensors from the meta device, where the stand-ins of all weights must be made
         run = self._run
-        with run.without_numbers.lifted() if isinstance(run, PipelineRun | WholeRun) else contextlib.nullcontext():
+        with run.absent_weights.suspended() if isinstance(run, PipelineRun | WholeRun) else contextlib.nullcontext():
             self._state.save_pretrained(model, folder, **options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -828,13 +834,13 @@ class AvgPipeStrategy(ParallelStrategy):
         """
         changes = {name: value for name, value in locals().items() if name != "self"}
         check_changes(changes, self._configuration, self)
-        self._configuration.ask(changes)
+        self._configuration.request(changes)
         if self._configuration.in_iteration:
             return
         if isinstance(self._run, PipelineRun):
             self._run.loop.end_iteration()
         else:
-            self._configuration.take_over(self._connection.cluster)
+            self._configuration.apply_requests(self._connection.cluster)
 
     def reference(self) -> AbstractContextManager[nn.Module]:
         """Return a context within which the module is the reference model, for hooks that use or change it.

@@ -24,12 +24,12 @@ class System:
         num_worlds: number of worlds of torch.distributed that train together, each with processes, groups and data of
             its own.
         world_number: number of the world of this process, 0-based.
-        plans_alike: whether plans must be the same in all worlds, so that costs are counted and not measured.
+        needs_equal_plans: whether plans must be the same in all worlds, so that costs are counted and not measured.
     """
 
     num_worlds = 1
     world_number = 0
-    plans_alike = False
+    needs_equal_plans = False
 
     def devices(self, given: Sequence[torch.device]) -> list[torch.device]:
         """Return the devices of this process's world, given those of the Trainer."""

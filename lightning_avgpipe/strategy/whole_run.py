@@ -27,6 +27,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, limit_of, memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
+from lightning_avgpipe.strategy.absent_weights import AbsentWeights
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
@@ -35,7 +36,6 @@ from lightning_avgpipe.strategy.hooks import AROUND_WHOLE_STEPS
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.stepping import NormsOverStages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
@@ -95,7 +95,7 @@ class PassthroughRun:
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         """Run Lightning's own optimizer step, unless a gradient is infinite or NaN."""
-        return own(optimizer, self.check.after(closure), model, **kwargs)
+        return own(optimizer, self.check.wrap_closure(closure), model, **kwargs)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return an empty context: the module is the only model, and also the reference."""
@@ -112,12 +112,12 @@ class WholeRun(PassthroughRun):
     Attributes:
         plan: plan of the process that owns each parameter and buffer; None before the first step.
         check: check of gradients before each optimizer step.
-        without_numbers: wraps the hooks of callbacks, which each process runs for itself.
+        absent_weights: wraps the hooks of callbacks, which each process runs for itself.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.without_numbers = WithoutNumbers(context.trainer, None)
+        self.absent_weights = AbsentWeights(context.trainer, None)
         self._trainer, self._cluster = context.trainer, context.cluster
         self._module = context.module
         self._batches = Batches(context)
@@ -133,21 +133,21 @@ class WholeRun(PassthroughRun):
         enter(local_metrics(metrics_of(self._module), BatchValues(), cluster.leaders, lambda: False))
         enter(all_replaced(self._in_lockstep()))
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
-        enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
-        enter(changes.sharing_at_end(trainer, cluster, deployment, context.state.drain))
+        enter(changes.adapting_to_processes(trainer, cluster, deployment, context.distributor.sends_when_read))
+        enter(changes.gathering_weights_at_end(trainer, cluster, deployment, context.state.drain))
         enter(changes.without_inference_mode(trainer))
         enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
-        guarded = self.without_numbers.replacements()
+        guarded = self.absent_weights.replacements()
         enter(all_replaced(each for each in guarded if each[0] is not self._module))  # its hooks run in lockstep
-        enter(changes.known_at_epoch_end(trainer))
-        enter(changes.known_between_hooks(trainer, self._connector.sync))
+        enter(changes.syncing_metrics_at_epoch_end(trainer))
+        enter(changes.syncing_metrics_between_hooks(trainer, self._connector.sync))
         self._undo.callback(give_back, context, deployment)
 
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; return the rank of the owner of each parameter or buffer."""
         options, cluster, module = self._context.configuration.options, self._cluster, self._module
         conditions = Conditions(build("afab", 1, 1), state_copies=state_copies(self._trainer.optimizers))
-        held = memory_of(module, conditions, UpdateScheme(), 0).held
+        held = memory_of(module, conditions, UpdateScheme(), 0).persistent
         limit = limit_of(options.memory_limit, cluster.device, self._context.sharing_stages)
         num_stages = cluster.stage_map.num_stages
         self.plan = divide_by_size(module, num_stages, held, options.split_points, limit, metrics_of(module))
@@ -202,12 +202,12 @@ class WholeRun(PassthroughRun):
         """Run a step in lockstep; a training step is called within :meth:`_run`, which is in lockstep already."""
         if name == "training_step":
             return own(*args, **kwargs)
-        with self.lockstep.running(name, speaks=False), alone():
+        with self.lockstep.running(name, shows_output=False), alone():
             return own(*args, **kwargs)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's optimization of one batch in lockstep; all processes know rank 0's metrics afterwards."""
-        with self.lockstep.running("training_step", speaks=False), alone():
+        with self.lockstep.running("training_step", shows_output=False), alone():
             result = run(*args, **kwargs)
         self._connector.accept(self._cluster.control.relay(self._connector.snapshot())[0])
         return result
@@ -231,7 +231,7 @@ class WholeRun(PassthroughRun):
     def _by_itself(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.lockstep.quiet():
+            with self.lockstep.per_process():
                 return method(*args, **kwargs)
 
         return run
@@ -240,15 +240,17 @@ class WholeRun(PassthroughRun):
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         """Step this process's parameters; the closure runs on all processes in lockstep."""
-        with self.without_numbers.lifted(), self.lockstep.quiet():
-            return own(optimizer, self.check.after(self._closure_in_lockstep(optimizer, closure)), model, **kwargs)
+        with self.absent_weights.suspended(), self.lockstep.per_process():
+            return own(
+                optimizer, self.check.wrap_closure(self._closure_in_lockstep(optimizer, closure)), model, **kwargs
+            )
 
     def _stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
 
         @functools.wraps(step)
         def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            with self.lockstep.quiet():
+            with self.lockstep.per_process():
                 if closure is not None:
                     return step(self._closure_in_lockstep(optimizer, closure), **kwargs)
                 self.lockstep.agree_on_gradients(parameters_in(optimizer))
@@ -260,7 +262,7 @@ class WholeRun(PassthroughRun):
         """Return a closure that runs in lockstep, and then makes gradients that all processes have equal."""
 
         def run() -> Any:
-            with self.lockstep.again():
+            with self.lockstep.in_lockstep():
                 result = closure()
             self.lockstep.agree_on_gradients(parameters_in(optimizer))
             return result
@@ -269,7 +271,7 @@ class WholeRun(PassthroughRun):
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip gradients by their norm over all processes."""
-        with self.lockstep.quiet(), NormsOverStages(self._cluster).clipping(parameters_in(optimizer)):
+        with self.lockstep.per_process(), NormsOverStages(self._cluster).clipping(parameters_in(optimizer)):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -283,5 +285,5 @@ class WholeRun(PassthroughRun):
         if lockstep is not None and lockstep.follows and isinstance(value, Tensor):
             value = lockstep.contents(value)
         if self._cluster.rank == 0:
-            with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
+            with contextlib.nullcontext() if lockstep is None else lockstep.per_process():
                 log(name, value, *args, **kwargs)

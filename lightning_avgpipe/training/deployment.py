@@ -192,7 +192,7 @@ class Deployment:
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
         if self.is_final and self.plan is not None and self.parallel.has_trained:
             models = 1 if self.parallel.ensemble is None else self.parallel.ensemble.models.size
-            check_movable(self.plan, plan, self._planned, placed, models)
+            check_attributes_do_not_move(self.plan, plan, self._planned, placed, models)
         self._planned = placed
         self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
@@ -204,8 +204,8 @@ class Deployment:
         self.parallel.only_first()
         self._place()
         if was_provisional:
-            self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.kept, schedule.relays, plan.wires)
+            self.holdings.equalise_start(plan.copied)
+        self.pipeline.load(plan.graph, plan.cuts, plan.kept, schedule.relays, plan.wire_formats)
         self._load_others(plan, others)
         return True
 
@@ -221,7 +221,7 @@ class Deployment:
         """Make another step runnable on the stages of a plan."""
         cuts = cut_like(graph, plan.stages_of, plan.num_stages)
         check_shared(graph, cuts, self._cluster.stage_map)
-        self.pipeline.load(graph, cuts, relays=relays, wires=plan.wires)
+        self.pipeline.load(graph, cuts, relays=relays, wire_formats=plan.wire_formats)
 
     def run_whole(self, run: Callable[[], Any], what: str) -> Any:
         """Run a function on rank 0 of each group, which has all weights while it runs.
@@ -250,13 +250,13 @@ class Deployment:
         """
         self.plan, self.is_final = plan, True
         self._place()
-        answers = self.holdings.answers
+        answers = self.holdings.owner_of
         return {name: answers[name] for name in plan.stages_of if name in answers}
 
     def _place(self) -> None:
         assert self.plan is not None
         self.holdings.place(
-            self.plan, self.is_final, [] if self.parallel.ensemble is None else self.parallel.ensemble.belongings
+            self.plan, self.is_final, [] if self.parallel.ensemble is None else self.parallel.ensemble.movable_data
         )
 
     @contextlib.contextmanager
@@ -271,7 +271,7 @@ class Deployment:
         ensemble = self.parallel.ensemble
         if ensemble is not None:
             ensemble.begin_relocation()
-        others = () if ensemble is None else ([ensemble.tensors_of_models], lambda: ensemble.models.beside)
+        others = () if ensemble is None else ([ensemble.tensors_of_models], lambda: ensemble.models.other_tensors)
         with self.holdings.shared(*others) as device:
             yield device
 
@@ -335,7 +335,7 @@ def _why_undivided(plan: Plan) -> str | None:
     A loop that decodes token by token calls all units again and again, and how often depends on what it decodes.
     """
     graph = plan.graph
-    if not plan.copied or all(graph.deciding[cut] is None for cut in plan.cuts):
+    if not plan.copied or all(graph.data_dependent_modules[cut] is None for cut in plan.cuts):
         return None
     names = listed([repr(name) for name in sorted(plan.copied)])
     return (
@@ -347,7 +347,7 @@ def _why_undivided(plan: Plan) -> str | None:
 # -- attributes that steps keep for the next batch: unlike weights and buffers, they do not move -----------------------
 
 
-def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
+def check_attributes_do_not_move(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
     """Check that a relocation does not change the values of attributes that a step reads.
 
     The last stage never moves, and it has the right values of attributes that code between units assigns. Attributes

@@ -26,10 +26,10 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import digest, strided_parts
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
-from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, on_host, owners_of
+from lightning_avgpipe.weights.ownership import Owners, nothing_to_save, on_host, owner_by_name, owners_of
 from lightning_avgpipe.weights.relocation import (
-    Belongings,
     ModuleTensors,
+    MovableData,
     OptimizerStates,
     Relocation,
     gather,
@@ -49,7 +49,7 @@ class Holdings:
         shards: division of optimizer states among replicas; None: each replica keeps all.
 
     Attributes:
-        answers: rank that answers for each parameter and buffer (whose values count), by every name; empty before the
+        owner_of: rank that answers for each parameter and buffer (whose values count), by every name; empty before the
             first plan.
         copies: functions that return a copy of the module (averages of weights) that is divided like it, or None.
         gather: gatherer of parameters that other processes hold.
@@ -72,7 +72,7 @@ class Holdings:
         self._divided = False  # whether processes have given up parameters of other stages
         self._scattered = False  # whether a parameter had no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # optimizer states to load when parameters have contents
-        self.answers: dict[str, int] = {}
+        self.owner_of: dict[str, int] = {}
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
 
@@ -81,12 +81,12 @@ class Holdings:
         is_own, module = module is None, module or self._module
         if is_own and self._cluster.group_number and not is_overridden("on_save_checkpoint", module):
             return module.state_dict()  # only group 0 writes it, and no hook reads it
-        if is_own and not self.answers:
+        if is_own and not self.owner_of:
             return self._to_begin_with()
-        if self._cluster.group.world_size == 1 or not self.answers:
+        if self._cluster.group.world_size == 1 or not self.owner_of:
             return module.state_dict()
         self._take_in()
-        return full_state_dict(module, self._cluster, self.answers)
+        return full_state_dict(module, self._cluster, self.owner_of)
 
     def _to_begin_with(self) -> dict[str, Any]:
         """Return, before the first plan, the state dict with the weights with which training will begin."""
@@ -95,7 +95,7 @@ class Holdings:
             return module.state_dict()
         parameters = dict(module.named_parameters())
         held = holders(cluster.group, [name for name, parameter in parameters.items() if not parameter.is_meta])
-        state = full_state_dict(module, cluster, answering(module, held))
+        state = full_state_dict(module, cluster, owner_by_name(module, held))
         if cluster.rank == 0:
             absent = {id(parameter): name for name, parameter in parameters.items() if name not in held}
             _check_scales(module, [name for name in absent.values() if name in state])
@@ -131,7 +131,7 @@ class Holdings:
                     empty = torch.zeros(shape, dtype=dtype, device=self._cluster.device)
                     module.register_buffer(leaf, empty, persistent=is_saved)
                 self._owners = {name: (rank,), **self._owners}
-                self.answers.setdefault(name, rank)
+                self.owner_of.setdefault(name, rank)
 
     @torch.no_grad()
     def share(self, changed: Collection[str]) -> None:
@@ -147,29 +147,29 @@ class Holdings:
         self._take_in()
         everybody = tuple(range(self._cluster.group.world_size))
         buffers = [name for name, _ in self._module.named_buffers()]
-        self._owners = {**self._owners, **{name: (self.answers[name],) for name in buffers if name in changed}}
+        self._owners = {**self._owners, **{name: (self.owner_of[name],) for name in buffers if name in changed}}
         self._relocate({**self._owners, **dict.fromkeys(buffers, everybody)}, self._tensors())
         weights = {
             name: p for name, p in self._module.named_parameters()
             if name in changed and self._owners[name] == everybody
         }  # fmt: skip
-        owners = {name: (self.answers[name],) for name in weights}
+        owners = {name: (self.owner_of[name],) for name in weights}
         relocation = Relocation(owners, dict.fromkeys(weights, everybody))
         for name, arrival in relocation.carry_out(self._cluster.group, lambda name: weights[name].detach()).items():
             weights[name].copy_(arrival.on(weights[name].device))
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the part of the module's state dict for which this process answers. Every process calls it."""
-        if not self.answers:
+        if not self.owner_of:
             state = self.state_dict()
             return {} if self._cluster.rank else state
-        return own_state_dict(self._module, self._cluster, self.answers)
+        return own_state_dict(self._module, self._cluster, self.owner_of)
 
-    def answered_elsewhere(self, name: str) -> bool:
+    def is_owned_elsewhere(self, name: str) -> bool:
         """Return whether another process answers for a parameter or buffer."""
-        return self.answers.get(name, self._cluster.rank) != self._cluster.rank
+        return self.owner_of.get(name, self._cluster.rank) != self._cluster.rank
 
-    def place(self, plan: Plan, final: bool, others: Sequence[Belongings] = ()) -> None:
+    def place(self, plan: Plan, final: bool, others: Sequence[MovableData] = ()) -> None:
         """Move this process's stages to its device and, if the plan is final, give up other stages.
 
         Every process calls it.
@@ -186,7 +186,7 @@ class Holdings:
         if not self._divided:
             self._take_those_of_rank_zero(planned)
         self._divided = self._divided or final
-        kinds: list[Belongings] = [ModuleTensors(self._module)]
+        kinds: list[MovableData] = [ModuleTensors(self._module)]
         if final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters())), *others]
             kinds += self._of_copies()
@@ -202,7 +202,7 @@ class Holdings:
                 parameter.data = parameter.data.to(device)
         for buffer in self._module.buffers():
             buffer.data = buffer.data.to(device)
-        self.answers = answering(self._module, planned)
+        self.owner_of = owner_by_name(self._module, planned)
         if final:
             self._load_optimizers()
         for optimizer in self._optimizers():
@@ -229,7 +229,7 @@ class Holdings:
 
     @contextlib.contextmanager
     def shared(
-        self, others: Sequence[Belongings] = (), beside: Callable[[], Iterable[Tensor]] = tuple
+        self, others: Sequence[MovableData] = (), other_tensors: Callable[[], Iterable[Tensor]] = tuple
     ) -> Iterator[torch.device]:
         """Give every process all weights within this context, on the host, unless the module began on meta.
 
@@ -238,7 +238,7 @@ class Holdings:
 
         Args:
             others: data that every process gets within this context in addition to the module's tensors.
-            beside: returns the tensors of these data.
+            other_tensors: returns the tensors of these data.
         Returns:
             A context that yields the device of the weights.
         """
@@ -252,7 +252,7 @@ class Holdings:
         relocate(Relocation(self._owners, everybody), group, kinds, torch.device("cpu"))
         before = _bits(kinds, everybody)
         modules = [self._module, *self._copies()]
-        with on_host((*beside(), *(t for module in modules for t in (*module.parameters(), *module.buffers())))):
+        with on_host((*other_tensors(), *(t for module in modules for t in (*module.parameters(), *module.buffers())))):
             yield torch.device("cpu")
         self._take_in()
         kinds = [*self._tensors(), *others]  # made again: parameters may be other objects now
@@ -265,7 +265,7 @@ class Holdings:
         relocate(Relocation(held, self._owners), group, kinds, self._cluster.device)
 
     @torch.no_grad()
-    def begin_alike(self, copied: Collection[str]) -> None:
+    def equalise_start(self, copied: Collection[str]) -> None:
         """Make the parameters and buffers of a name equal in all processes that hold it. Every process calls it.
 
         Without a seed, each process has drawn its own initial weights. Parameters that several stages use, and buffers,
@@ -314,10 +314,10 @@ class Holdings:
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
         self._relocate(whole, self._tensors(), torch.device("cpu"))
 
-    def _tensors(self) -> list[Belongings]:
+    def _tensors(self) -> list[MovableData]:
         return [ModuleTensors(self._module), *self._of_copies()]
 
-    def _of_copies(self) -> list[Belongings]:
+    def _of_copies(self) -> list[MovableData]:
         return [ModuleTensors(copy) for copy in self._copies()]
 
     def _copies(self) -> list[nn.Module]:
@@ -356,13 +356,13 @@ class Holdings:
         self._scattered = any(ranks != everybody for ranks in self._owners.values())
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
 
-    def _relocate(self, owners: Owners, kinds: Sequence[Belongings], device: torch.device | None = None) -> None:
+    def _relocate(self, owners: Owners, kinds: Sequence[MovableData], device: torch.device | None = None) -> None:
         """Move the data of each name to its new owners, on a device (default: the cluster's)."""
         relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
         self._owners = owners
 
 
-def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, tuple[int, ...]]:
+def _bits(kinds: Sequence[MovableData], names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return digests of all tensors that this process has under each name."""
     found = {name: tree.tensors([kind.held(name) for kind in kinds]) for name in names}
     return {name: tuple(int(digest(t)) for t in tensors if not t.is_meta) for name, tensors in found.items()}
@@ -409,7 +409,7 @@ def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
     for name, _ in module.named_parameters():
         if name not in held:
             raise nothing_to_save(name)
-    return answering(module, held)
+    return owner_by_name(module, held)
 
 
 def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[str, Any]:
@@ -519,7 +519,7 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     for number in range(max(first, 1), first + size):
         own = ensemble.optimizers.of(number - first)
         for optimizer, saved, counted in zip(
-            own, state["optimizers"][number - 1], ensemble.optimizers.counted, strict=True
+            own, state["optimizers"][number - 1], ensemble.optimizers.names_set_by_steps, strict=True
         ):
             optimizer.state.clear()
             load_present_state(optimizer, saved)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizers import holds_two_kinds, tried, unwrapped
+from lightning_avgpipe.averaging.optimizers import after_trial_steps, holds_two_kinds, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.stepping import without_gradients
@@ -71,7 +71,7 @@ class OptimizerShards:
 
     def _of_others(self) -> Iterator[Tensor]:
         replicas = self._cluster.replicas
-        return (p for n, part in enumerate(self._parts) if replicas and n != replicas.number for p in part)
+        return (p for n, part in enumerate(self._parts) if replicas and n != replicas.group_number for p in part)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -132,7 +132,7 @@ def check_separable(optimizer: Optimizer, sharded: bool) -> None:
     if sharded and holds_two_kinds(optimizer):
         raise ConfigurationError(refused % "has a method eval that changes only weights whose states it has")
     try:
-        together, alone = (tried(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
+        together, alone = (after_trial_steps(optimizer, both).param_groups[0]["params"][0] for both in (True, False))
     except Exception as error:  # of any type: it is the user's code
         if not sharded:
             return

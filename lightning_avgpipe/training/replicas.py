@@ -97,7 +97,7 @@ def weighing(
     """
     counted = torch.zeros(2, num_pipelines, dtype=torch.float64, device="cpu")
     for n, parts in enumerate(works):
-        counted[0, n], counted[1, n] = sum(part.counted for part in parts), 1.0
+        counted[0, n], counted[1, n] = sum(part.mean_weight for part in parts), 1.0
     arrive = replicas.begin_sum([counted])
 
     @functools.cache
@@ -107,7 +107,10 @@ def weighing(
         if divides:
             totals = [sum(totals) / sum(map(bool, present))] * num_pipelines
         return [
-            [replace(part, weight=part.counted / total if total else part.weight / replicas.count) for part in parts]
+            [
+                replace(part, weight=part.mean_weight / total if total else part.weight / replicas.count)
+                for part in parts
+            ]
             for parts, total in zip(works, totals, strict=False)
         ]
 

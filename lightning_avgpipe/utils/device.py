@@ -220,7 +220,7 @@ class DevicePort:
         """Record an event on the current stream; None if the device has no streams."""
         return None
 
-    def hand_over(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         """Keep the memory of another stream's tensor until the current stream, which waits for it, has used it."""
 
     def moment(self, stream: Any = None) -> Moment:
@@ -274,7 +274,7 @@ class AcceleratorPort(DevicePort):
     def event(self) -> Any:
         return self.current_stream().record_event()
 
-    def hand_over(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self.current_stream())
 
     def moment(self, stream: Any = None) -> Moment:

@@ -42,7 +42,7 @@ class _Stream:
             self.write(line)
 
 
-def heard(stream: Any) -> Any:
+def unmuted_stream(stream: Any) -> Any:
     """Return the stream behind a muting replacement; any other stream is returned unchanged."""
     return stream._stream if isinstance(stream, _Stream) else stream
 
@@ -67,7 +67,7 @@ class muted:
         _thread.is_muted, _thread.shows = self._when, _shows()
         self._streams = sys.stdout, sys.stderr
         self._handle, self._show = logging.Logger.handle, _warnings._showwarnmsg
-        sys.stdout, sys.stderr = _Stream(heard(sys.stdout)), _Stream(heard(sys.stderr))
+        sys.stdout, sys.stderr = _Stream(unmuted_stream(sys.stdout)), _Stream(unmuted_stream(sys.stderr))
         logging.Logger.handle, _warnings._showwarnmsg = _handle, _show  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:

@@ -45,7 +45,7 @@ class BetweenSteps:
         if before != self._moment:
             return True
         unchanged = self._rates_are_known()
-        if subject.observed:
+        if subject.has_hooks_between_steps:
             self.hooks_have_run = True
             unchanged = unchanged and self._held_now() == self._held
         return not all(subject.cluster.group.exchange_objects(unchanged))
@@ -53,7 +53,7 @@ class BetweenSteps:
     def after_step(self) -> None:
         """Record the state after a step, with which the next one should begin."""
         self._rates_then = self._rates_now()
-        if self._subject.observed:
+        if self._subject.has_hooks_between_steps:
             self._held = self._held_now()
 
     def _moment_now(self) -> tuple[int, int]:

@@ -28,7 +28,7 @@ _SAME_GRADIENT = 5e-2  # the same for gradients, which low precision rounds
 _SHOWN = 5  # names in a warning
 
 
-class Doubt(Exception):
+class UnclearDifference(Exception):
     """Raised to end the comparison, after a warning of a difference that user code outside of the step may explain."""
 
 
@@ -40,13 +40,14 @@ class PipelineResults:
         traces: its results.
         before: attributes of its model before the iteration.
         steps: whether optimizers step at its end.
-        behind: attributes of other stages' submodules, as the last stage has them; see :meth:`Subject.changed_behind`.
+        of_other_stages: attributes of other stages' submodules, as the last stage has them; see
+            :meth:`Subject.changed_on_other_stages`.
     """
 
     traces: Traces
     before: dict[str, Any]
     steps: bool
-    behind: dict[str, Any] = field(default_factory=dict)
+    of_other_stages: dict[str, Any] = field(default_factory=dict)
 
 
 class Comparison:
@@ -69,7 +70,7 @@ class Comparison:
         self.whole: OnePiece | None = None
 
     @property
-    def is_of_all_results(self) -> bool:
+    def covers_all_results(self) -> bool:
         """Whether only attributes and logged values, which may hold anything, were left out as different by nature."""
         return all(kind in OF_USERS for kind, _ in self._natural)
 
@@ -158,8 +159,8 @@ class Comparison:
         yield from differences("the buffer", expected.buffers, found.buffers, lambda name: rounds)
         # not comparable if several models write to the same attributes, or after user code within a step (hooks) has
         # run, which sees its own process only
-        if subject.num_models == 1 and not (self.steps and subject.acting):
-            behind, before = iteration.behind, iteration.before
+        if subject.num_models == 1 and not (self.steps and subject.has_hooks_in_step):
+            behind, before = iteration.of_other_stages, iteration.before
             there = found.attributes | {k: v for k, v in behind.items() if equal(before, found.attributes, k)}
             there = self._shared(expected.attributes, there, before)
             one, other = _known(expected.attributes, there), _known(there, expected.attributes)
@@ -182,7 +183,7 @@ class Comparison:
         tally.rounds = self._rounds
         tally.losses += len(expected.losses)
         tally.names["buffers"].update(expected.buffers)
-        if subject.num_models == 1 and not (self.steps and subject.acting):
+        if subject.num_models == 1 and not (self.steps and subject.has_hooks_in_step):
             both = (*expected.attributes.items(), *found.attributes.items())
             tally.unknown.update(name for name, value in both if value is ...)
         if alone and subject.num_models == 1:
@@ -226,7 +227,7 @@ class Comparison:
         if self._subject.has_replicas:
             why = "the step asks other replicas for values (all_gather), which a plain run does not have"
         rank_zero_warn(f"{self._message(n, difference)} Or {why}")
-        raise Doubt
+        raise UnclearDifference
 
     def _message(self, n: int, difference: Difference) -> str:
         subject = self._subject

@@ -23,8 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.random_skips import may_draw
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
-from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import generators, host_stream, seeds_of

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_avgpipe.capture.cost_cache import fingerprint
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state.objects import ATOMS
-from lightning_avgpipe.state.outside import codes, users_code
+from lightning_avgpipe.state.outside import nested_code, users_code
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.verify.state import attributes
@@ -44,7 +44,7 @@ def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: 
         digest.update(repr(part).encode())
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
     functions = [(name, function) for kind in own for name, function in _functions(kind)]
-    of_classes = ((name, code) for name, function in functions for code in codes(function.__code__))
+    of_classes = ((name, code) for name, function in functions for code in nested_code(function.__code__))
     called = (("", code) for code in users_code([function for _, function in functions], ()))
     for name, code in itertools.chain(of_classes, called):
         constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]

@@ -95,7 +95,7 @@ class PlainRuns:
         assert self._again is not None
         return self._again
 
-    def go_on(self) -> None:
+    def next_iteration(self) -> None:
         """Go on to the next iteration, since this one has been compared."""
         self._done += 1
         self._expected = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE, num_items
+from lightning_avgpipe.state.objects import BASE_MODULE_ATTRIBUTES, num_items
 from lightning_avgpipe.utils.lightning import LIGHTNING, pl
 from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.placeholder import Absent
@@ -61,7 +61,7 @@ def _all(module: nn.Module, registered: frozenset[int]) -> Iterator[_Entry]:
 def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
     if isinstance(module, Metric):  # the rest are caches
         return [(name, vars(module).get(name)) for name in (*module._defaults, "_update_count")]
-    library = _OF_LIGHTNING if isinstance(module, pl.LightningModule) else OF_EVERY_MODULE
+    library = _OF_LIGHTNING if isinstance(module, pl.LightningModule) else BASE_MODULE_ATTRIBUTES
     return [(name, value) for name, value in vars(module).items() if name not in library or name == "training"]
 
 

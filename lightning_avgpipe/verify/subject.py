@@ -43,8 +43,9 @@ class Subject:
         loss_is_mean: whether losses are means over the samples of their micro-batch; otherwise they are sums.
         loss_weight: what a micro-batch counts in means over a batch; None: its samples.
         showing: returns a context within which the module shows the model of a pipeline.
-        observed: whether anything runs between optimizer steps that a plain run does not have, such as hooks.
-        acting: whether user code runs within a training step after a forward, such as hooks of optimizers.
+        has_hooks_between_steps: whether anything runs between optimizer steps that a plain run does not have, such as
+            hooks.
+        has_hooks_in_step: whether user code runs within a training step after a forward, such as hooks of optimizers.
         undo_changes: undoes, in a child, the changes to Lightning that a pipeline needs.
         options: options of the strategy.
         verdicts: folder with a file for each training that was found equal; None: there is none.
@@ -60,8 +61,8 @@ class Subject:
     loss_is_mean: bool
     loss_weight: Callable[[], LossWeight | None]
     showing: Callable[[int], AbstractContextManager[None]]
-    observed: bool
-    acting: bool
+    has_hooks_between_steps: bool
+    has_hooks_in_step: bool
     undo_changes: Callable[[], None]
     options: Mapping[str, Any]
     verdicts: Path | None
@@ -153,7 +154,7 @@ class Subject:
     # -- what each process holds --------------------------------------------------------------------------------------
 
     @property
-    def leads(self) -> bool:
+    def compares(self) -> bool:
         """Whether this process has the children, and compares: rank 0 of all processes."""
         return self.cluster.world.rank == 0
 
@@ -171,13 +172,13 @@ class Subject:
         with self.model(n):
             return portable({k: v for k, v in look(self.module).items() if self.is_mine(k)})
 
-    def changed_behind(self, n: int) -> dict[str, Any]:
+    def changed_on_other_stages(self, n: int) -> dict[str, Any]:
         """Return rank 0's values of attributes of other stages' submodules that code between units changes.
 
         A stage leaves the step after its last submodule, so the stage of such a submodule may not reach that code. The
         last stage, on rank 0, does.
         """
-        if not self.leads or self.plan is None:
+        if not self.compares or self.plan is None:
             return {}
         changed = {joined(*key) for key in self.plan.graph.changed_between}
         with self.model(n):

@@ -25,7 +25,7 @@ from lightning_avgpipe.utils import forked, tree
 from lightning_avgpipe.utils.forked import ForkError
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.between_steps import BetweenSteps
-from lightning_avgpipe.verify.comparison import Comparison, Doubt, PipelineResults, compare_whole
+from lightning_avgpipe.verify.comparison import Comparison, PipelineResults, UnclearDifference, compare_whole
 from lightning_avgpipe.verify.fingerprint import fingerprint
 from lightning_avgpipe.verify.plain import Batch, OnePiece, PlainTraining, Traces, after_step, counted_in, place
 from lightning_avgpipe.verify.plain_draws import Captured
@@ -51,8 +51,9 @@ class Verifier:
     or restored here. If it contradicts the pipeline, a second child decides, which was forked at the same moment and
     has waited: what differs between the two plain runs differs by nature, and is not compared.
 
-    Every process of the group calls the methods at the same points of an iteration: :meth:`fork`, :meth:`watch`,
-    :meth:`begin`, the wrapped ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
+    Every process of the group calls the methods at the same points of an iteration: :meth:`fork`,
+    :meth:`begin_iteration`, :meth:`begin`, the wrapped ``finish``, :meth:`compare`, and :meth:`stepping` around the
+    optimizer's step.
 
     Args:
         subject: run of training to verify.
@@ -120,7 +121,7 @@ class Verifier:
             return
         if subject.num_models > 1 or subject.has_replicas:  # after the first step a model depends on other batches
             self._wanted = self._left = 1
-        if subject.leads:
+        if subject.compares:
             self._begin_runs(subject.num_pipelines() if self._asked else 1)
 
     def _begin_runs(self, number: int) -> None:
@@ -135,7 +136,7 @@ class Verifier:
             _log.info("the first steps are not compared with plain ones: %s", error)
         self._waiting = [[] for _ in self._runs]
 
-    def watch(self) -> None:
+    def begin_iteration(self) -> None:
         """Begin an iteration; stop comparing if hooks have changed something since the last one.
 
         An optimizer that calls its closure several times begins as many iterations within one step.
@@ -153,7 +154,7 @@ class Verifier:
             self._wanted -= self._left
             self._left = 0
             what = "hooks have changed something, or a scheduler that monitors a value has"
-            level = logging.WARNING if self._asked and self._subject.leads else logging.INFO
+            level = logging.WARNING if self._asked and self._subject.compares else logging.INFO
             _log.log(level, "steps from number %d on are not compared: %s", self._wanted + 1, what)
             self._end()
 
@@ -164,7 +165,7 @@ class Verifier:
             buffers: fingerprints of the buffers of each process.
         """
         subject = self._subject
-        if not subject.leads:
+        if not subject.compares:
             return None
         why = subject.why_not()
         if any(other.get(name, found) != found for other in buffers for name, found in buffers[0].items()):
@@ -230,7 +231,7 @@ class Verifier:
         self._steps, again = not fit_loop._should_accumulate(), self._evaluation > 0
         if not again:
             self._now = [PipelineResults(Traces(), subject.held(n, attributes), self._steps) for n in range(len(works))]
-        if subject.leads:
+        if subject.compares:
             subject.step_log.listener = self._now[0].traces.logged.__setitem__
             self._send(works, rest, iteration, whole, divided)
 
@@ -272,7 +273,7 @@ class Verifier:
     def _is_known(self) -> bool:
         """Return whether the same training was found equal in an earlier run. Every process calls it."""
         subject, found = self._subject, False
-        if subject.leads and subject.verdicts is not None:
+        if subject.compares and subject.verdicts is not None:
             assert subject.plan is not None
             cluster = subject.cluster
             key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
@@ -321,7 +322,7 @@ class Verifier:
                     )
             traces.buffers.update(subject.held(n, lambda module: dict(module.named_buffers())))
             traces.attributes.update(subject.held(n, attributes))
-            self._now[n].behind.update(subject.changed_behind(n))
+            self._now[n].of_other_stages.update(subject.changed_on_other_stages(n))
         self._wait()
         if self._now and not self._steps:
             self._collect()
@@ -375,7 +376,7 @@ class Verifier:
             for i, t in ((iteration, iteration.traces) for iteration in now)
         ]
         everywhere = subject.cluster.group.gather_objects(mine)
-        for others in everywhere[1:] if subject.leads else ():
+        for others in everywhere[1:] if subject.compares else ():
             for iteration, (gradients, buffers, held, weights, before) in zip(now, others, strict=True):
                 iteration.traces.gradients.update(gradients)
                 iteration.traces.buffers.update(buffers)
@@ -427,10 +428,10 @@ class Verifier:
                     hooks_have_run, repeated = self._between.hooks_have_run, partial(runs.repeated, timeout_s)
                     self._comparison.check(n, expected, waiting[0], hooks_have_run, repeated)
                     waiting.pop(0)
-                    runs.go_on()
+                    runs.next_iteration()
         except TimeoutError:
             return ""
-        except Doubt:
+        except UnclearDifference:
             self._wanted = self._comparison.steps
             return self._finish()
         except VerificationError:
@@ -452,7 +453,7 @@ class Verifier:
     def _finish(self) -> str:
         text = self._comparison.summary(self._wanted)
         self._give_up()
-        all_equal = self._comparison.is_of_all_results and not self._between.hooks_have_run
+        all_equal = self._comparison.covers_all_results and not self._between.hooks_have_run
         if all_equal and not self._asked and self._verdict is not None:  # so that the next run need not compare
             try:
                 self._verdict.parent.mkdir(parents=True, exist_ok=True)
@@ -464,7 +465,7 @@ class Verifier:
             _log.info(text)
         return text
 
-    def leave(self) -> None:
+    def finish_run(self) -> None:
         """Wait shortly for results of the children when the run ends, compare these, and end the children.
 
         Raises:

@@ -26,7 +26,7 @@ class SizePlan(Plan):
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "memory")]
         for stage in self.stages:
-            shown = (stage.index, first_to_last(stage.units), stage.num_parameters, nbytes(stage.memory.held))
+            shown = (stage.index, first_to_last(stage.units), stage.num_parameters, nbytes(stage.memory.persistent))
             rows.append(tuple(map(str, shown)))
         return "\n".join(table(rows))
 

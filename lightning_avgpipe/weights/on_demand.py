@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
+from lightning_avgpipe.capture.tracer import DEVICE_METADATA, METADATA
 from lightning_avgpipe.capture.zeros import LargeResultsAreZero
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
@@ -142,7 +142,7 @@ class _Lent(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in DEVICE_QUESTIONS and id(args[0]) in self._absent:
+        if func in DEVICE_METADATA and id(args[0]) in self._absent:
             return func(torch.empty(0, device=self._device))
         if func in METADATA:
             return func(*args, **kwargs)

@@ -48,7 +48,7 @@ def owners_of(
     return {name: tuple(dict.fromkeys(ranks[name])) or everybody for name in found}
 
 
-def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
+def owner_by_name(module: nn.Module, owners: Owners) -> dict[str, int]:
     """Return the rank that answers for each parameter and buffer with owners, by every name that the tensor has."""
     canonical = {id(p): name for name, p in module.named_parameters()}
     canonical |= {id(b): name for name, b in module.named_buffers()}

@@ -51,7 +51,7 @@ class Arrival:
             tensor if tensor is None or form.on_host else tensor.to(device)
             for tensor, form in zip(self.message.tensors, self.forms, strict=True)
         )
-        return unpack(Message(0, placed, (), self.message.entries))
+        return unpack(Message(0, placed, (), self.message.descriptions))
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> It
 
 def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
     """Send a bucket: first its description, then the bytes of all tensors in one piece."""
-    target.send_object([(name, message.entries, forms) for name, message, forms in bucket])
+    target.send_object([(name, message.descriptions, forms) for name, message, forms in bucket])
     packet = _packet(forms for _, _, forms in bucket)
     if packet.nbytes:
         tensors = (tensor for _, message, _ in bucket for tensor in message.tensors)
@@ -240,7 +240,7 @@ def _packet(forms: Iterable[tuple[TensorForm, ...]]) -> Packet:
 # -- the data of a parameter or buffer, which moves with its name ------------------------------------------------------
 
 
-class Belongings(Protocol):
+class MovableData(Protocol):
     """One kind of data that processes hold for each parameter or buffer, by name."""
 
     def held(self, name: str) -> Any:
@@ -253,7 +253,9 @@ class Belongings(Protocol):
         """Drop this process's data of names that only other processes keep."""
 
 
-def relocate(relocation: Relocation, processes: Collectives, kinds: Sequence[Belongings], device: torch.device) -> None:
+def relocate(
+    relocation: Relocation, processes: Collectives, kinds: Sequence[MovableData], device: torch.device
+) -> None:
     """Carry out a relocation: send and receive, drop what leaves, and store what has arrived. All processes call it.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE
+from lightning_avgpipe.state.objects import BASE_MODULE_ATTRIBUTES
 
 _REGISTERS = ("_parameters", "_buffers")
 _DEPTH = 4  # most levels of nested containers
@@ -70,7 +70,7 @@ def _slots_of(module: nn.Module) -> Iterator[Slot]:
             for name in tensors.keys():  # noqa: SIM118  the registers of a scripted module are no iterables
                 yield _Attribute(owner, name) if recurrent else Slot(tensors, name)
         for name, value in vars(owner).items():
-            if name in OF_EVERY_MODULE or (recurrent and name.startswith("_flat_weight")):
+            if name in BASE_MODULE_ATTRIBUTES or (recurrent and name.startswith("_flat_weight")):
                 continue
             yield from _slots_within(vars(owner), name, value)
 

@@ -158,7 +158,7 @@ def test_memory_without_weights_is_that_of_the_plan_with_weights(
     lines = report.read_text().splitlines()
     assert lines[0] == "memory of each device, for 2 micro-batches of 2 samples (1F1B):"
     shown = [re.split(" {2,}", line)[-3:] for line in lines[3 : 3 + stages]]
-    needed = [(need.held, need.stash + need.boundary, need.total) for need in expected]
+    needed = [(need.persistent, need.stash + need.boundary, need.total) for need in expected]
     assert shown == [[*map(nbytes, row)] for row in needed]
 
 

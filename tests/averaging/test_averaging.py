@@ -278,7 +278,7 @@ def test_with_groups_the_reference_follows_at_the_end_of_the_next_iteration(rese
     assert reference[0] == 1.0
     for n in range(2):
         averaging.end(n)
-    averaging.catch_up()
+    averaging.add_pending_sums()
     assert [*made[0], *made[1], *reference] == [0.5] * 3
 
 

@@ -74,5 +74,5 @@ def test_rolling_models_need_copies_of_what_they_began_with() -> None:
     copies = (3 + 1) * 3 * LAYER
     for k in (0, 1):
         assert found[True][1][k].peak == found[False][1][k].peak + copies
-        plans = {rolling: strategy.plan.stages[k].memory.held for rolling, (strategy, _) in found.items()}
+        plans = {rolling: strategy.plan.stages[k].memory.persistent for rolling, (strategy, _) in found.items()}
         assert plans[True] == plans[False] + copies

@@ -58,7 +58,7 @@ def test_the_cache_is_an_option(tmp_path: Path) -> None:
 def test_memory_is_estimated_for_the_optimizer_and_the_schedule() -> None:
     plan = plan_of(num_microbatches=4, split_points=["layers.4"], schedule="1f1b")
     for stage, in_flight, tanhs in zip(plan.stages, (2, 1), (2, 3), strict=True):
-        assert stage.memory.held == 3 * 4 * stage.num_parameters  # weight, gradient, momentum
+        assert stage.memory.persistent == 3 * 4 * stage.num_parameters  # weight, gradient, momentum
         assert stage.memory.stash == in_flight * tanhs * 4 * 8 * 4  # 4 samples, 8 features, 4 bytes
 
 

@@ -185,7 +185,7 @@ def test_every_process_knows_all_links() -> None:
 
 WAITS = {
     "a collective": lambda cluster: cluster.group.barrier("the barrier 'x'"),
-    "rank 0": lambda cluster: [cluster.control.publish() for _ in range(2)],
+    "rank 0": lambda cluster: [cluster.control.broadcast() for _ in range(2)],
     "a batch": lambda cluster: cluster.batches.pass_on(cluster.batches.begin()),
     "connections": lambda cluster: cluster.transport.widen(2),
 }
@@ -244,9 +244,9 @@ def test_silence_ends_after_the_timeout_with_what_all_do() -> None:
         if cluster.rank == 0:
             with cluster.watch.during("is stuck"):
                 while True:
-                    cluster.watch.look()
+                    cluster.watch.check_after_round()
         else:
-            cluster.control.publish()
+            cluster.control.broadcast()
 
     zero, one, two = run(THREE, work, timeout=timedelta(seconds=0.3))
     texts = [str(outcome) for outcome in (one, two)]

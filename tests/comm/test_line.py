@@ -181,7 +181,7 @@ def test_an_early_message_goes_on_in_its_turn() -> None:
         first.put(2, 3)
         first.inboxes[2].expect(1)
         first.taken(2)
-        first.inboxes[0].expect(4, onwards=second.outboxes[0])
+        first.inboxes[0].expect(4, forward_to=second.outboxes[0])
         first.put(0, 3, CAPACITY)
         second.inboxes[0].expect(4)
         assert [second.taken(0).micro_batch for _ in range(4)] == [0, 1, 2, 3]
@@ -231,7 +231,7 @@ def test_what_passes_a_process_arrives_as_it_was_sent_and_in_order(size: int) ->
         first.gate.release(1000)
         second.gate.release(1000)
         onwards.put(Message(7, (torch.ones(3),)))  # a message of this process comes first
-        there.expect(3, onwards=onwards)
+        there.expect(3, forward_to=onwards)
         there.expect(1)
         inbox.expect(4)
         for i in range(4):
@@ -239,7 +239,7 @@ def test_what_passes_a_process_arrives_as_it_was_sent_and_in_order(size: int) ->
         passed = [taken(inbox, arrivals) for _ in range(4)]
         assert [found.micro_batch for found in passed] == [7, 0, 1, 2]
         for i, found in enumerate([*passed[1:], taken(there, arrivals)]):
-            assert found.micro_batch == i % 3 and found.entries == ("entry", i % 3)
+            assert found.micro_batch == i % 3 and found.descriptions == ("entry", i % 3)
         assert [taken(there, arrivals).micro_batch for _ in range(3)] == [1, 2, 3]
         for i, found in enumerate(passed[1:]):
             assert found.requires_grad == (True, False, True)
@@ -251,7 +251,7 @@ def test_what_passes_a_process_arrives_as_it_was_sent_and_in_order(size: int) ->
 def test_pieces_go_on_before_the_last_one_has_come() -> None:
     with chain() as (out, there, onwards, inbox, first, second, arrivals):
         second.gate.release(1000)
-        there.expect(1, onwards=onwards)
+        there.expect(1, forward_to=onwards)
         inbox.expect(1)
         out.put(message(0, 80_000))
         first.gate.release(3)  # the frame, and two of four pieces
@@ -269,7 +269,7 @@ def test_pieces_go_on_before_the_last_one_has_come() -> None:
 def test_a_message_that_breaks_off_ends_who_waits_for_the_rest() -> None:
     with chain() as (out, there, onwards, inbox, first, second, arrivals):
         second.gate.release(1000)
-        there.expect(1, onwards=onwards)
+        there.expect(1, forward_to=onwards)
         inbox.expect(1)
         out.put(message(0, 80_000))
         first.gate.release(2)

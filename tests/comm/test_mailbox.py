@@ -143,7 +143,7 @@ def test_messages_arrive_as_they_are_whatever_their_structure_and_channel() -> N
         Message(0, TENSORS, (True, False), ("text", 3)),
         Message(1, ()),
         Message(2, (torch.randn(2, 3), None), decoded=(torch.float64, None)),
-        Message(3, (), entries=[{"a": 1}]),  # cannot be hashed
+        Message(3, (), descriptions=[{"a": 1}]),  # cannot be hashed
         Message(4, (conj.resolve_conj(),)),
     ]
     with two() as pair:
@@ -196,7 +196,7 @@ def test_a_message_that_cannot_be_pickled_is_not_sent_and_the_next_one_is() -> N
     with two() as pair:
         pair.into[FORWARD].expect(1)
         with pytest.raises(UnsendableError, match="cannot be pickled"):
-            pair.out[FORWARD].put(Message(0, (), entries=threading.Lock()))
+            pair.out[FORWARD].put(Message(0, (), descriptions=threading.Lock()))
         pair.out[FORWARD].put(Message(1, ()))
         assert pair.came(FORWARD).micro_batch == 1
 

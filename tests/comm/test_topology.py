@@ -148,4 +148,4 @@ def test_replicas_are_numbered_as_they_meet() -> None:
     assert stage_map.layout[:3] == ((0, 1), (2, 6), (3, 4))
     for rank in range(stage_map.world_size):
         replicas = Cluster(stage_map, Process(rank, CPU, 1.0, ProcessGroups(rank, CPU, timedelta(1)))).replicas
-        assert replicas is not None and replicas.members.ranks[replicas.number] == rank
+        assert replicas is not None and replicas.members.ranks[replicas.group_number] == rank

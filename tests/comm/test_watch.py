@@ -90,7 +90,7 @@ def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
 
 
 def test_who_does_not_answer_is_named(watching: Watching) -> None:
-    account = watching(0, dist.HashStore()).account().text
+    account = watching(0, dist.HashStore()).status_of_all().text
     assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_watch.py:\d+ in test_who", account)
     assert re.search(rf"{re.escape(NAMES[1])} does not answer within 1\.5 s: it is gone, stopped or stuck", account)
 
@@ -99,7 +99,7 @@ def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(
     store = Stopped()
     watch = watching(1, store)
     begin = time.monotonic()
-    account = watch.account().text
+    account = watch.status_of_all().text
     assert re.search(rf"{re.escape(NAMES[0])}, which keeps the store .* has not answered for [345]\.\d s", account)
     silent = time.monotonic()
     assert silent - begin < 5

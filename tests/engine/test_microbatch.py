@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_avgpipe.engine.microbatch import divided, merge, split, split_with
-from lightning_avgpipe.engine.sample_layout import Expected, Seen
+from lightning_avgpipe.engine.sample_layout import BatchInfo, EarlierBatches
 from lightning_avgpipe.errors import BatchError
 
 Point = namedtuple("Point", ["x", "y"])
@@ -145,7 +145,7 @@ def test_a_record_that_is_as_long_as_a_micro_batch_keeps_its_columns() -> None:
 # -- where samples are: found, or the batch is refused ---------------------------------------------------------------
 
 
-EIGHT, STACKED = Expected(8), Expected(8, stacked=True)
+EIGHT, STACKED = BatchInfo(8), BatchInfo(8, stacked=True)
 
 
 def of(*shape: int) -> Tensor:
@@ -187,28 +187,28 @@ SPLIT = {
     "one sample": ((of(1, 3), of(1)), EIGHT, 1),
     "an empty batch": ((of(0, 3), of(0)), EIGHT, 0),
     "a square, stacked": (of(8, 8), STACKED, 8),
-    "two columns of two samples, stacked": ([of(2, 3), of(2, 3)], Expected(2, stacked=True), 2),
+    "two columns of two samples, stacked": ([of(2, 3), of(2, 3)], BatchInfo(2, stacked=True), 2),
     "position ids": ({"ids": of(8, 5), "positions": of(1, 5)}, EIGHT, 8),
     "a mask for all": ((of(8, 5, 4), of(1, 1, 5, 5)), EIGHT, 8),
     "images of several sizes": ((images(8, None), targets(8)), EIGHT, 8),
     "detection": ((tuple(images(8)), tuple(targets(8))), EIGHT, 8),
-    "detection without a dataloader": ((tuple(images(4)), tuple(targets(4))), Expected(), 4),
-    "detection of two": ((tuple(images(2)), tuple(targets(2))), Expected(2), 2),
-    "samples as they are": (list(zip(images(4), targets(4), strict=True)), Expected(4), 4),
+    "detection without a dataloader": ((tuple(images(4)), tuple(targets(4))), BatchInfo(), 4),
+    "detection of two": ((tuple(images(2)), tuple(targets(2))), BatchInfo(2), 2),
+    "samples as they are": (list(zip(images(4), targets(4), strict=True)), BatchInfo(4), 4),
     "images and labels": ((images(8), of(8)), EIGHT, 8),
     "images alone": (images(8), EIGHT, 8),
-    "targets with other keys": ([{"boxes": of(2, 4)}, {}, {"boxes": of(1, 4)}, {}], Expected(4), 4),
-    "scalars": ((of(4, 2), [torch.tensor(float(i)) for i in range(4)]), Expected(4), 4),
+    "targets with other keys": ([{"boxes": of(2, 4)}, {}, {"boxes": of(1, 4)}, {}], BatchInfo(4), 4),
+    "scalars": ((of(4, 2), [torch.tensor(float(i)) for i in range(4)]), BatchInfo(4), 4),
     "arrays": ({"x": np.zeros((8, 2)), "y": of(8)}, EIGHT, 8),
-    "objects in a list": ([Graphs() for _ in range(4)], Expected(4), 4),
+    "objects in a list": ([Graphs() for _ in range(4)], BatchInfo(4), 4),
     "names of columns": ({"x": of(8, 2), "columns": Labels("p", "q")}, EIGHT, 8),
     "lists of strings": ({"x": of(8, 2), "text": ["a"] * 8, "names": ["p", "q"]}, EIGHT, 8),
-    "strings alone": (["a", "b", "c"], Expected(), 3),
-    "pairs of strings and numbers": ([("a", 0), ("b", 1), ("c", 2)], Expected(), 3),
-    "columns of strings and numbers": ((("a", "b", "c"), (0, 1, 2)), Expected(), 3),
-    "columns beside one string": ({"text": ["a", "b"], "label": (0, 1), "split": "train"}, Expected(), 2),
-    "a number beside samples": ({"x": of(4, 3), "y": [of(4)], "temperature": torch.tensor(0.5)}, Expected(), 4),
-    "more labels than samples": ({"x": of(4), "labels": [0, 1, 2]}, Expected(), 4),
+    "strings alone": (["a", "b", "c"], BatchInfo(), 3),
+    "pairs of strings and numbers": ([("a", 0), ("b", 1), ("c", 2)], BatchInfo(), 3),
+    "columns of strings and numbers": ((("a", "b", "c"), (0, 1, 2)), BatchInfo(), 3),
+    "columns beside one string": ({"text": ["a", "b"], "label": (0, 1), "split": "train"}, BatchInfo(), 2),
+    "a number beside samples": ({"x": of(4, 3), "y": [of(4)], "temperature": torch.tensor(0.5)}, BatchInfo(), 4),
+    "more labels than samples": ({"x": of(4), "labels": [0, 1, 2]}, BatchInfo(), 4),
 }
 
 
@@ -241,22 +241,26 @@ REFUSED = {
     "one step, time first": ((of(1, 8, 4), of(8)), EIGHT, r"1 in batch\[0\] \(1, 8, 4\)"),
     "class weights": ((of(8, 2), of(8), of(5)), EIGHT, r"5 in batch\[2\] \(5,\)"),
     "more samples than there are": ((of(16, 2), of(16)), EIGHT, "which its dataloader makes of 8"),
-    "as many images as channels": ((images(3), of(3)), Expected(3), r"batch\[0\] is a list of 3 elements"),
-    "as many views as samples": ([of(2, 3), of(2, 3)], Expected(2), "batch is a list of 2 elements"),
-    "images without a dataloader": (images(8), Expected(), "the batch may hold 3 or 8 samples.*does not say"),
+    "as many images as channels": ((images(3), of(3)), BatchInfo(3), r"batch\[0\] is a list of 3 elements"),
+    "as many views as samples": ([of(2, 3), of(2, 3)], BatchInfo(2), "batch is a list of 2 elements"),
+    "images without a dataloader": (images(8), BatchInfo(), "the batch may hold 3 or 8 samples.*does not say"),
     "packed": ((pack_sequence([of(1)] * 8), of(8)), EIGHT, r"batch\[0\] is a PackedSequence"),
-    "nested": (torch.nested.nested_tensor([of(2), of(3)], layout=torch.jagged), Expected(2), "batch is a NestedTensor"),
+    "nested": (
+        torch.nested.nested_tensor([of(2), of(3)], layout=torch.jagged),
+        BatchInfo(2),
+        "batch is a NestedTensor",
+    ),
     "sparse": ((of(8, 3).to_sparse(), of(8)), EIGHT, r"batch\[0\] is a Tensor"),
     "graphs": (Graphs(), EIGHT, "batch is a Graphs"),
     "graphs and labels": ({"graphs": Graphs(), "y": of(8)}, EIGHT, r"batch\['graphs'\] is a Graphs"),
-    "names, as many as samples": ({"x": of(2, 5), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
+    "names, as many as samples": ({"x": of(2, 5), "columns": Labels("p", "q")}, BatchInfo(2), "is a Labels"),
     "a set": ((of(8), {1, 2}), EIGHT, r"batch\[1\] is a set"),
     "tensors that disagree": (
         {"image": of(8, 3), "target": {"boxes": of(5, 4)}, "weight": of(8)},
-        Expected(),
+        BatchInfo(),
         r"8 in batch\['image'\] \(8, 3\), batch\['weight'\] \(8,\); 5 in batch\['target'\]\['boxes'\] \(5, 4\)",
     ),
-    "transposed": ({"a": of(8, 5), "b": of(5, 8)}, Expected(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
+    "transposed": ({"a": of(8, 5), "b": of(5, 8)}, BatchInfo(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
 }
 
 
@@ -271,10 +275,10 @@ def test_what_may_be_split_wrongly_is_refused_with_the_way_out(name: str) -> Non
 
 
 def test_batches_before_decide_between_two_readings() -> None:
-    seen = Seen()
+    seen = EarlierBatches()
     split(images(8), 4, EIGHT, seen)
     assert [len(part.data) for part in split(images(3), 4, EIGHT, seen)] == [1, 1, 1]
-    seen = Seen()
+    seen = EarlierBatches()
     split((of(8, 4), of(8, 4)), 4, EIGHT, seen)
     assert sum(part.size for part in split((of(2, 4), of(2, 4)), 4, EIGHT, seen)) == 2
     assert sum(part.size for part in split((of(8, 8), of(8, 8)), 4, EIGHT, seen)) == 8

@@ -115,7 +115,7 @@ def stage_costs(graph: CallGraph, costs: Costs, memory: Memory, cuts: Sequence[i
         copies = used[k] & set().union(*(other for i, other in enumerate(used) if i != k))
         summing = sum(memory.weights[name] for name in copies) * slowest / memory.num_microbatches
         stash = sum(costs.stash_bytes[a:b]) + (graph.boundary_bytes[a] if k else 0)
-        held = sum(memory.held[name] for name in used[k])
+        held = sum(memory.persistent[name] for name in used[k])
         found.append((sum(costs.node[a:b]) + summing, held + stash * memory.in_flight[k]))
     return found
 
@@ -173,7 +173,7 @@ def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
     for _ in range(200):
         graph, _ = random_graph(rng)
         for position in range(len(graph.nodes) + 1):
-            used = {v for node in graph.nodes[position:] for v in node.inputs} | graph.kept
+            used = {v for node in graph.nodes[position:] for v in node.inputs} | graph.observed
             assert set(graph.live(position)) == {v for v in used if v < position}
             assert graph.boundary_bytes[position] == sum(graph.values[v].nbytes for v in graph.live(position))
 

@@ -61,14 +61,14 @@ def test_each_model_has_what_it_trains_and_several_have_a_reference(num_pipeline
     reference = 12 if num_pipelines > 1 else 0
     assert memory.in_flight == tuple(num_pipelines * flights for flights in (3, 2, 1)) and memory.num_microbatches == 8
     assert memory.weights["0.bias"] == 12
-    assert memory.held["0.bias"] == num_pipelines * 36 + reference  # weight, gradient, momentum
-    assert memory.held["0.weight"] == 24  # frozen: shared
-    assert memory.held["1.running_mean"] == num_pipelines * 12 + reference
+    assert memory.persistent["0.bias"] == num_pipelines * 36 + reference  # weight, gradient, momentum
+    assert memory.persistent["0.weight"] == 24  # frozen: shared
+    assert memory.persistent["1.running_mean"] == num_pipelines * 12 + reference
 
 
 def test_an_evaluation_has_weights_only() -> None:
     memory = memory_of(nn.Linear(2, 3), Conditions(build("forward", 3, 8), state_copies=1), UpdateScheme(), 100.0)
-    assert memory.in_flight == (1, 1, 1) and memory.held["bias"] == 12
+    assert memory.in_flight == (1, 1, 1) and memory.persistent["bias"] == 12
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -82,4 +82,4 @@ def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference_a
     conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=num_pipelines, num_groups=2)
     memory = memory_of(nn.Linear(2, 3).to(dtype), conditions, UpdateScheme(rolling=rolling), 100.0)
     trained, kept_to_roll = 3 * size * num_pipelines, size * (num_pipelines + 1) + summed
-    assert memory.held["bias"] == 3 * (trained + size + summed + (kept_to_roll if rolling else 0))
+    assert memory.persistent["bias"] == 3 * (trained + size + summed + (kept_to_roll if rolling else 0))

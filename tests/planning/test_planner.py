@@ -156,7 +156,7 @@ def test_a_replica_stashes_the_micro_batches_of_its_turns(recorded: Recorder) ->
     shared = planned(Net(), 2, Conditions(schedule), replicas=(1, 4), split_points=["blocks.2"]).stages
     assert shared[0].memory == alone
     whole = planned(Net(), 2, Conditions(schedule), split_points=["blocks.2"]).stages[1].memory
-    assert shared[1].memory.stash == whole.stash / 4 and shared[1].memory.held == whole.held
+    assert shared[1].memory.stash == whole.stash / 4 and shared[1].memory.persistent == whole.persistent
 
 
 class Forces(nn.Linear):

@@ -43,7 +43,7 @@ def planned(given: Costs, graph: CallGraph | None = None) -> Plan:
 def test_the_simulator_gets_the_bytes_on_the_wire(wire: Any, nbytes: int) -> None:
     plan = planned(costs(1e-6, wire))
     seconds = stage_costs(plan)
-    assert plan.wires == (wire,)
+    assert plan.wire_formats == (wire,)
     assert seconds.send_forward_s == seconds.send_backward_s == pytest.approx([1e-6 * nbytes])
     assert plan.stages[0].boundary_bytes == BYTES
 
@@ -53,13 +53,13 @@ def test_the_simulator_gets_the_bytes_on_the_wire(wire: Any, nbytes: int) -> Non
     [(5.9, None), (6.1, "bf16"), (11.9, "bf16"), (12.1, "int8"), (100.0, "int8")],
 )
 def test_auto_is_the_mildest_format_that_hides_behind_the_slowest_stage(seconds: float, wire: Any) -> None:
-    assert planned(costs(seconds / BYTES, "auto")).wires == (wire,)
+    assert planned(costs(seconds / BYTES, "auto")).wire_formats == (wire,)
 
 
 def test_auto_compresses_nothing_without_measurements_or_within_a_process() -> None:
-    assert planned(costs(1.0, "auto", measured=False)).wires == (None,)
+    assert planned(costs(1.0, "auto", measured=False)).wire_formats == (None,)
     within = replace(costs(1.0, "int8"), links=(Link(),))
-    assert planned(within).wires == (None,)
+    assert planned(within).wire_formats == (None,)
 
 
 def test_what_asks_for_no_gradient_or_is_no_float_travels_in_full() -> None:

@@ -106,7 +106,7 @@ def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
     found = []
     try:
         with device.reported() as report:
-            inboxes[0].expect(1, onwards=outboxes[1])
+            inboxes[0].expect(1, forward_to=outboxes[1])
             inboxes[1].expect(1)
             outboxes[0].put(Message(0, (made("dense"), made("dense") + 1), segments=4))
             for inbox in inboxes:
@@ -179,7 +179,7 @@ def sent_to_each_other() -> list[list[float]]:
         found = []
         for source, (_, receiver) in enumerate(ends):
             module.set_device(1 - source)
-            found.append(receiver.land(receiver.post(packet)))
+            found.append(receiver.finish_receive(receiver.post(packet)))
         torch.accelerator.synchronize(0)
         torch.accelerator.synchronize(1)
         return [sorted(set(flat.tolist())) for flat in found]

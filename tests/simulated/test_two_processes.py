@@ -280,7 +280,7 @@ def given_up() -> list[float]:
         numbers, pair = torch.ones(4, device=place), Pair(network.group(party), 1 - rank)
         wire = Wire(1 - rank, pair, place, pair, Arrivals())
         if rank == 1:
-            wire.land(wire.post(Packet((), 16, on_host=False)))
+            wire.finish_receive(wire.post(Packet((), 16, on_host=False)))
             with port.on_stream(wire.stream):
                 arrived = port.event()
             port.current_stream().wait_event(arrived)

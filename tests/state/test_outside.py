@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.outside import outside_variables
 
 
 class Missing:
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def test_objects_that_answer_no_question_are_variables_like_others() -> None:
-    found = {name.removeprefix(f"global {__name__}.") for name in outside(Net())}
+    found = {name.removeprefix(f"global {__name__}.") for name in outside_variables(Net())}
     assert {"OPTIONAL", "CALLS"} <= found
 
 
@@ -57,7 +57,7 @@ def test_packages_are_installed_wherever_their_folder_is(
         def forward(self, x: Tensor) -> Tensor:
             return note(x)
 
-    assert (f"global {name}.CALLS" in outside(Noting())) == (folder == "mine")
+    assert (f"global {name}.CALLS" in outside_variables(Noting())) == (folder == "mine")
 
 
 def counting(function: Any) -> Any:
@@ -110,7 +110,7 @@ class Decorated(nn.Module):
 
 
 def test_what_decorators_and_functions_count_is_a_variable() -> None:
-    found = {name.replace(f" {__name__}.", " ") for name in outside(Decorated())}
+    found = {name.replace(f" {__name__}.", " ") for name in outside_variables(Decorated())}
     assert found == {
         "enclosed Decorated.forward.number",
         "function Decorated.forward.calls",

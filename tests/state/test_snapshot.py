@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_avgpipe.state.snapshot import Snapshot, leading
+from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.state.untouched import attributes, untouched
 
 
@@ -150,12 +150,12 @@ def test_an_array_is_copied_anew_only_when_it_has_changed() -> None:
     first = Snapshot([array], opaque=True)
     tracemalloc.start()
     try:
-        again = Snapshot([array], opaque=True, like=first)
+        again = Snapshot([array], opaque=True, reuse=first)
         assert tracemalloc.get_traced_memory()[0] < array.nbytes / 2
     finally:
         tracemalloc.stop()
     array[1] = 1
-    changed = Snapshot([array], opaque=True, like=again)
+    changed = Snapshot([array], opaque=True, reuse=again)
     again.restore(changed)
     assert not array.any()
     changed.restore(again)
@@ -209,7 +209,7 @@ def test_only_what_has_changed_is_kept() -> None:
     module = Counting()
     snapshot = attributes([module])
     module(torch.ones(1))
-    snapshot.keep_changed()
+    snapshot.drop_unchanged()
     module.new, module.later = 2, 3
     snapshot.restore()
     assert (module.lists, module.note, module.new, module.later) == ([[1]], "as made", 2, 3)
@@ -219,4 +219,4 @@ def test_only_what_has_changed_is_kept() -> None:
 def test_what_leads_to_something_is_found_by_its_key() -> None:
     inner = [1]
     held = {"a": {"x": (inner,)}, "b": [inner, 2], "c": [3]}
-    assert leading(held, {id(inner)}) == ("a", "b") and leading(held, ()) == ()
+    assert keys_leading_to(held, {id(inner)}) == ("a", "b") and keys_leading_to(held, ()) == ()

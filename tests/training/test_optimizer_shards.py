@@ -58,7 +58,7 @@ def fit(rank: int, path: Path, devices: int, load: Path | None = None, epochs: i
     held = state_bytes(runner)
     runner.save_checkpoint(path)
     assert strategy.plan is not None
-    return state(model), held, strategy.plan.stages[0].memory.held
+    return state(model), held, strategy.plan.stages[0].memory.persistent
 
 
 def sharded(rank: int, folder: Path) -> Any:

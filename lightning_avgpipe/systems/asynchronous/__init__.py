@@ -42,8 +42,8 @@ def _without_drain(given: Options) -> None:
 
 
 policies.POLICIES.update(POLICIES)
-policies.GIVEN[PipeOptim] = "PipeOptim(delta='increment')"
-policies.ABOUT.append(
+policies.OPTION_TYPES[PipeOptim] = "PipeOptim(delta='increment')"
+policies.OPTION_DOCS.append(
     '``"stash"`` (PipeDream): the weights at its forward, for its backward as well. ``"2bw"``: the weights before the '
     'last update, on every stage, with at least as many micro-batches as stages. ``"spectrain"`` and ``"pipeoptim"`` '
     "predict the weights at the backward from the optimizer's updates, and repeat forwards with the weights that are "

@@ -68,7 +68,7 @@ class AsynchronousOrder(IterationOrder):
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
         """Run until the stages of this process have ended a batch."""
         loop = self.loop
-        if loop.passes or not self.overlaps or (self._stream is None and loop.deployment.replans):
+        if loop.is_averaging_pass or not self.overlaps or (self._stream is None and loop.deployment.replans):
             self.drain()
             return super().train(batches, rest)
         current = self.overlap.take(batches, rest)
@@ -108,10 +108,10 @@ class AsynchronousOrder(IterationOrder):
             together: whether every process calls it; if not, the channels are not used again.
         """
         self._drain(together)
-        self.overlap.put_back()
+        self.overlap.return_batches()
 
     def _run_in_turn(self, current: Iteration) -> Any:
-        loop, parts = self.loop, current.works[0]
+        loop, parts = self.loop, current.micro_batches[0]
         if self._stream is None:
             if not self._begin(current):
                 return None
@@ -120,8 +120,8 @@ class AsynchronousOrder(IterationOrder):
             self.overlap.check()
         stream = self._stream
         assert stream is not None and loop.deployment.plan is not None
-        self._read_ahead(stream, current.rest)
-        current.finish = loop.finish(current, loop.clear_now(drains=False))
+        self._read_ahead(stream, current.other_args)
+        current.finish = loop.finish(current, loop.clear_or_defer(drains=False))
         loop.models.step_log.begin(len(parts))
         schedule, control = loop.schedule(parts, True), loop.schedule_control
         with control.iteration(self._task(current), [parts], loop.deployment.plan, schedule):
@@ -129,7 +129,7 @@ class AsynchronousOrder(IterationOrder):
         loop.models.skipped = frozenset({0} if len(current.outcomes[0].skipped) == len(parts) else ())
         result = loop.result(current)
         with current.precision():
-            loop.models.step_log.issue()
+            loop.models.step_log.flush()
         self._weights.keep()  # before hooks, which may change weights
         self.overlap.check()
         assert current.loss is not None
@@ -142,7 +142,7 @@ class AsynchronousOrder(IterationOrder):
         loop = self.loop
         if not loop.prepare(current):
             return False
-        count, stages = len(current.works[0]), loop.cluster.stage_map.num_stages
+        count, stages = len(current.micro_batches[0]), loop.cluster.stage_map.num_stages
         if not self.overlap.checked:
             self._weights.policy.check(stages, count)
             self.overlap.check_graph()
@@ -189,8 +189,8 @@ class AsynchronousOrder(IterationOrder):
             if not self._ends and following is None:
                 with all_replaced(counters_after(self.loop.trainer, j)):
                     goes_on = self.overlap.may_go_on()
-                following = self.overlap.next(rest, j + 1) if goes_on else None
-            if self._ends or following is None or len(following.works[0]) != count:
+                following = self.overlap.read_ahead(rest, j + 1) if goes_on else None
+            if self._ends or following is None or len(following.micro_batches[0]) != count:
                 self._ends = True
                 return
             stream.take(self._task(following))

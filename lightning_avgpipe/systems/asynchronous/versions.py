@@ -83,13 +83,13 @@ class Place:
         """Return the batch b of a micro-batch, which is also the version that its backward meets."""
         return micro_batch // self.num_microbatches
 
-    def met(self, micro_batch: int) -> int:
+    def forward_version(self, micro_batch: int) -> int:
         """Return the version that the forward of a micro-batch meets."""
         return max(0, micro_batch - self.warm_up) // self.num_microbatches
 
     def staleness(self, micro_batch: int) -> int:
         """Return the staleness s of a micro-batch: the number of updates between its forward and its backward."""
-        return self.batch(micro_batch) - self.met(micro_batch)
+        return self.batch(micro_batch) - self.forward_version(micro_batch)
 
     def updates(self, micro_batches: int) -> int:
         """Return the largest number of updates within ``micro_batches`` consecutive micro-batches."""
@@ -207,7 +207,7 @@ class VersionPolicy(WeightPolicy):
 
 
 def _met(place: Place, micro_batch: int) -> Use:
-    return Use(place.met(micro_batch))
+    return Use(place.forward_version(micro_batch))
 
 
 def _previous(place: Place, micro_batch: int) -> Use:
@@ -215,7 +215,7 @@ def _previous(place: Place, micro_batch: int) -> Use:
 
 
 def _ahead_of_all(place: Place, micro_batch: int) -> Use:
-    return Use(place.met(micro_batch), place.updates(place.stage // 2 + place.warm_up))
+    return Use(place.forward_version(micro_batch), place.updates(place.stage // 2 + place.warm_up))
 
 
 def _ahead_of_backward(place: Place, micro_batch: int) -> Use:
@@ -223,11 +223,11 @@ def _ahead_of_backward(place: Place, micro_batch: int) -> Use:
 
 
 def _by_warm_up(place: Place, micro_batch: int) -> Use:
-    return Use(place.met(micro_batch), place.updates(place.warm_up))
+    return Use(place.forward_version(micro_batch), place.updates(place.warm_up))
 
 
 def _by_staleness(place: Place, micro_batch: int) -> Use:
-    return Use(place.met(micro_batch), place.staleness(micro_batch))
+    return Use(place.forward_version(micro_batch), place.staleness(micro_batch))
 
 
 _CHOICES = {"delta": choice("state", "increment"), "staleness": choice("exact", "constant"), "exact_backward": flag()}

@@ -187,7 +187,7 @@ class Doubles(StepPart):
                     cluster.device,
                     part.weights,
                     stage.execution,  # the same, since compiled code draws other random numbers than uncompiled code
-                    shown=False,
+                    is_visible=False,
                     of_units=loaded.of_units,
                 )
                 self.own.append(part.double.module.attributes)
@@ -200,4 +200,4 @@ class Doubles(StepPart):
                 lane.place()
             assert lane.ends.to_next is not None
             lane.ends.to_next.put(self._weights[number].sent())  # before the values, which are relayed at once
-        lane.takes = self._weights[number - 1].take if number - 1 in schedule.relays else None
+        lane.first_message_handler = self._weights[number - 1].take if number - 1 in schedule.relays else None

@@ -21,7 +21,7 @@ from lightning_avgpipe.planning.costs import all_reduce_s
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.planning.trained import num_frozen
 from lightning_avgpipe.schedule import Schedule, forward_only, with_replicas
-from lightning_avgpipe.schedule.turns import SharedStages, candidates
+from lightning_avgpipe.schedule.turns import ReplicatedStageCosts, candidates
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.utils.patching import noop
@@ -55,7 +55,7 @@ class Halving(PlanSource):
         _log.info("%d stages: %.3g expected", size, shortest.iteration_s)
         for count in (count for count in range(size - 1, 0, -1) if size % count == 0):
             counts = (size // count,) * count
-            fewer, memory = replace(planner, memory_limit=self.memory_limit).sharing(counts, conditions)
+            fewer, memory = replace(planner, memory_limit=self.memory_limit).for_replicated_stages(counts, conditions)
             try:
                 made = fewer.balanced(plan.graph, replace(costs, links=(link,)), memory)
                 self._accept(made, counts)
@@ -117,7 +117,7 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
     speed = 1 / link.per_byte if link.per_byte else float("inf")
     frozen, size = num_frozen(plan.graph, plan.cuts, plan.graph.trained), sum(counts)
     backwards = [stage.backward * (stage.index >= frozen) for stage in plan.stages]
-    stages = SharedStages(
+    stages = ReplicatedStageCosts(
         counts,
         [stage.forward * count for stage, count in zip(plan.stages, counts, strict=True)],
         [backward * count for backward, count in zip(backwards, counts, strict=True)],

@@ -25,7 +25,7 @@ from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.costs import UnitCosts, units_between
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.schedule import Schedule, with_replicas
-from lightning_avgpipe.schedule.turns import Matrix, SharedStages, candidates
+from lightning_avgpipe.schedule.turns import Matrix, ReplicatedStageCosts, candidates
 from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, least_bottlenecks, num_plans, orders
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
 from lightning_avgpipe.utils.device import port_of
@@ -90,7 +90,7 @@ class SppSource(PlanSource):
         def divided(found: SppPlan) -> Proposal:
             devices = tuple(ranks for _, _, ranks in found.stages)
             slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
-            chosen, memory = planner.sharing(tuple(map(len, devices)), conditions)
+            chosen, memory = planner.for_replicated_stages(tuple(map(len, devices)), conditions)
             cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
             linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest))
             made = replace(chosen.plan_at(plan.graph, cuts, linked, memory), devices=devices)
@@ -229,11 +229,11 @@ def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
     return least
 
 
-def _shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
+def _shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> ReplicatedStageCosts:
     """Return the costs of a plan's stages, whose replicas take turns."""
     costs = problem.costs
     hops = [stage.end - 1 for stage in stages[:-1]]
-    return SharedStages(
+    return ReplicatedStageCosts(
         [stage.replicas for stage in stages],
         [sum(costs.forward_s[stage.begin : stage.end]) for stage in stages],
         [sum(costs.backward_s[stage.begin : stage.end]) for stage in stages],

@@ -151,7 +151,7 @@ class Meetings(TensorCollectives):
             self._connect()
         self._begins = True
         ensemble.averager.stepped(0)
-        ensemble.averager.meet()
+        ensemble.averager.average_all_now()
         self._begins = False
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
@@ -197,7 +197,7 @@ class Meetings(TensorCollectives):
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=survival.meets_at,
-                replica_id=f"group_{self.number}",
+                replica_id=f"group_{self.group_number}",
                 hostname=survival.host,
             )
 
@@ -217,7 +217,7 @@ class Meetings(TensorCollectives):
         self._there, self.present, self._adds = there, len(there), True
         # rank 0 of the first group that has made this step logs and saves
         rank = self._cluster.world.rank
-        rank_zero_only.rank = rank if self.number == first else rank + 1  # type: ignore[attr-defined]
+        rank_zero_only.rank = rank if self.group_number == first else rank + 1  # type: ignore[attr-defined]
 
     def _together(self, function: Callable[[], object], doing: str) -> None:
         """Run a function that waits for other groups, and watch this group meanwhile; errors name the group."""
@@ -227,7 +227,7 @@ class Meetings(TensorCollectives):
                 function()
             except (RuntimeError, TimeoutError) as error:
                 raise PeerError(
-                    f"group {self.number} {doing}, and gets no answer from them, or from the lighthouse at "
+                    f"group {self.group_number} {doing}, and gets no answer from them, or from the lighthouse at "
                     f"{self._survival.meets_at}, without which groups do not find each other: {error}"
                 ) from error
 
@@ -236,7 +236,7 @@ class Meetings(TensorCollectives):
         self._cluster.waits.until(lambda: bool(lost) or running.over.is_set(), doing)
         if lost:
             watch = self._cluster.watch
-            raise PeerError(f"{watch.names[lost[0]]} of group {self.number} has died, while {watch.name} {doing}")
+            raise PeerError(f"{watch.names[lost[0]]} of group {self.group_number} has died, while {watch.name} {doing}")
         running.finish()
 
     def _hold(self, pending: Sequence[tuple[Sequence[Tensor], Any]], here: Tensor) -> None:
@@ -247,7 +247,7 @@ class Meetings(TensorCollectives):
             while not self._complete():
                 time.sleep(_POLL_S)
                 manager.start_quorum()
-            here.zero_()[self.number] = _BEGINS if self._begins else _GOES_ON
+            here.zero_()[self.group_number] = _BEGINS if self._begins else _GOES_ON
             kinds: dict[tuple[Any, torch.dtype], list[Tensor]] = defaultdict(list)
             for tensors, operation in pending:
                 for tensor in filter(Tensor.numel, tensors):
@@ -265,7 +265,7 @@ class Meetings(TensorCollectives):
             if manager.should_commit():
                 break
             why = "in another process" if (error := manager.errored()) is None else error.original_exception
-            _log.info("group %d meets once more, since a sum failed: %s", self.number, why)
+            _log.info("group %d meets once more, since a sum failed: %s", self.group_number, why)
             # torchft takes a group to be where its last process is: one that could not heal might never do so
             steps = self._cluster.group.exchange_objects(manager.current_step(), "a meeting that did not count")
             manager.load_state_dict({**manager.state_dict(), "step": min(steps)})
@@ -283,10 +283,10 @@ class Meetings(TensorCollectives):
         return False
 
     def _too_late(self) -> ConfigurationError:
-        return ConfigurationError(f"group {self.number} comes back when the others have trained to the end")
+        return ConfigurationError(f"group {self.group_number} comes back when the others have trained to the end")
 
     def _tell(self, there: Sequence[int], first: int) -> None:
-        tells = self.number == first and self._cluster.world.rank == 0 and self._there
+        tells = self.group_number == first and self._cluster.world.rank == 0 and self._there
         for group in set(self._there) ^ set(there) if tells else ():
             verb = "is back" if group in there else "is gone"
             _log.warning("group %d %s after meeting %d; groups %s train", group, verb, self._met, list(there))
@@ -341,12 +341,13 @@ class Meetings(TensorCollectives):
         differing = sorted({n for n in {**own, **theirs} if _form(own.get(n)) != _form(theirs.get(n))})
         if differing:
             raise ConfigurationError(
-                f"group {self.number} cannot take over '{differing[0]}' from another group, which has it on another "
-                "stage, or of another shape: all groups must train the same module, with the same options and devices"
+                f"group {self.group_number} cannot take over '{differing[0]}' from another group, which has it on "
+                "another stage, or of another shape: all groups must train the same module, with the same options "
+                "and devices"
             )
         if not self._met and state["progress"]["training is over"]:
             raise self._too_late()
-        counted = not self._met or (state["met"] == self._met + 1 and self.number in state["there"])
+        counted = not self._met or (state["met"] == self._met + 1 and self.group_number in state["there"])
         for model in models.each:
             for name in models.mine:
                 parameter = model.parameters[name].detach()

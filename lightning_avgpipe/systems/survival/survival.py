@@ -88,7 +88,7 @@ class Survival(System):
     heartbeat_timeout: float = 1.0
     sum_timeout: float = 10.0
 
-    plans_alike = True
+    needs_equal_plans = True
 
     def __post_init__(self) -> None:
         check(ALLOWED, vars(self), "Survival")

@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.stage import Stage, StagePart
-from lightning_avgpipe.engine.task import Gate, Inputs, Task
+from lightning_avgpipe.engine.task import Inputs, ReceivedLeaf, Task
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT, WEIGHT_GRADIENT
 
@@ -228,7 +228,7 @@ class Halves(StagePart):
         if isinstance(stage.stash[micro_batch], Inputs):
             whole = "recompute, which would keep all that it repeats until then"
 
-        def run(gates: Sequence[Gate], roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+        def run(gates: Sequence[ReceivedLeaf], roots: list[Tensor], gradients: list[Tensor | None]) -> None:
             half = whole or input_half(roots, gradients, [gate.leaf for gate in gates], self._left.values())
             if isinstance(half, WeightHalf):
                 self._left[micro_batch] = half

@@ -304,7 +304,7 @@ def test_plan_and_meter_count_the_versions() -> None:
         strategy: Any = fit(model, Batches(batches(3, 6)), policy, 3, max_epochs=1, strategy=measured).strategy
         plans[policy], peaks[policy] = strategy.plan, strategy.peak_memory_bytes
     bytes_of = [sum(p.nbytes for p in part.parameters()) for part in model.parts]
-    held = {policy: [stage.memory.held for stage in plan.stages] for policy, plan in plans.items()}
+    held = {policy: [stage.memory.persistent for stage in plan.stages] for policy, plan in plans.items()}
     assert [s - f for s, f in zip(held["stash"], held["flush"], strict=True)] == [bytes_of[0], bytes_of[1], 0]
     assert [s - f for s, f in zip(held["2bw"], held["flush"], strict=True)] == bytes_of
     assert "weight_policy='2bw' with 2 2 2 copies of the weights" in str(plans["2bw"])

@@ -32,7 +32,7 @@ from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 
 
-class Unforeseen:
+class LateEffectChecks:
     """All checks for effects of a stage's forwards that the captured step did not have.
 
     Args:
@@ -115,5 +115,5 @@ class Unforeseen:
 
     def _check(self, effects: LateEffects, late: str | None) -> None:
         learned = {"nothing": True, "forward": self._has_run, "iteration": self._has_run and self._iterations > 1}
-        if learned[effects.learns]:
+        if learned[effects.grace_period]:
             effects.check(late)

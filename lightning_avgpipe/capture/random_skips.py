@@ -45,7 +45,7 @@ class CapturedRun(NamedTuple):
         Raises:
             PartitionError: the stage of a missing submodule is not known.
         """
-        free = self.missing - self.graph.expected_at.keys()
+        free = self.missing - self.graph.position_of_uncalled.keys()
         outside = [path for path in sorted(free) if not any(path.startswith(f"{unit}.") for unit in units)]
         if outside:
             raise PartitionError(
@@ -55,7 +55,7 @@ class CapturedRun(NamedTuple):
             )
 
 
-def fullest(
+def capture_with_fewest_skips(
     graph: CallGraph, run: Run, module: nn.Module, device: torch.device, follow: Callable[[Run], CallGraph]
 ) -> CapturedRun:
     """Capture a step repeatedly, and return the capture in which chance left out the fewest submodules.
@@ -70,22 +70,22 @@ def fullest(
         follow: captures the call graph of such a function.
     """
     ways, begin = [(graph, run)], time.perf_counter()
-    if not left_out(graph, module):
+    if not skipped_at_random(graph, module):
         return CapturedRun(graph, run)
     for seed in range(_MOST):
         other = partial(_seeded, run, seed, device)
         with contextlib.suppress(SkippedStepError):
             ways.append((follow(other), other))
-        always = frozenset.intersection(*(left_out(way, module) for way, _ in ways))
-        best = min(ways, key=lambda way: len(left_out(way[0], module)))
-        found = CapturedRun(*best, left_out(best[0], module) - always)
+        always = frozenset.intersection(*(skipped_at_random(way, module) for way, _ in ways))
+        best = min(ways, key=lambda way: len(skipped_at_random(way[0], module)))
+        found = CapturedRun(*best, skipped_at_random(best[0], module) - always)
         if len(ways) >= _FEWEST and (not found.missing or time.perf_counter() - begin > _LONGEST_S):
             break
     _log.debug("%s was captured %d times, since it leaves out submodules by chance", graph.step, len(ways))
     return found
 
 
-def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
+def skipped_at_random(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     """Return the submodules that chance may have left out.
 
     These were not called, while a sibling of the same type was, and the code of a module around them draws random
@@ -102,7 +102,7 @@ def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
 
 def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     """Return the paths of modules that drew from torch's generators, or may draw when they are not left out."""
-    if not left_out(graph, module):
+    if not skipped_at_random(graph, module):
         return graph.drawing
     return graph.drawing | graph.host_drawing | graph.uncalled
 

@@ -38,7 +38,7 @@ _META = torch.device("meta")
 _SHOWING = ("torch.utils.tensorboard.summary", "torch.utils.tensorboard.writer")
 
 
-class WithoutNumbers:
+class AbsentWeights:
     """Wraps the user's hooks of one run.
 
     Args:
@@ -65,7 +65,7 @@ class WithoutNumbers:
                 yield owner, name, self._around(owner, name)
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[bool]:
+    def suspended(self) -> Iterator[bool]:
         """Run an iteration or optimizer step within this context as outside of hooks; give whether a hook called it."""
         mode, self._mode = self._mode, None
         self._hide()
@@ -75,7 +75,7 @@ class WithoutNumbers:
         finally:
             self._mode = mode
         if self._running is not None and self._state is not None:
-            self._state.bring(*self._running)
+            self._state.send_changes(*self._running)
 
     def show_gradients(self) -> None:
         """Give the weights of other processes gradients without numbers."""
@@ -105,7 +105,7 @@ class WithoutNumbers:
                 with _refusing_exports():
                     return hook(*args, **kwargs)
             if self._state is not None:
-                self._state.bring(owner, name)
+                self._state.send_changes(owner, name)
             if name in hooks.GRADIENTS or (self._trainer.training and self._may_have_gradients()):
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" or self._shown else ()
