@@ -77,8 +77,6 @@ class PipelineLoop:
             ask for it on one of them.
         observed: whether hooks of the user may read what steps have changed.
         observed_between_steps: whether hooks of the user run between two steps of training.
-        arguments_used_at_batch_end: for each step, which of ``outputs`` and ``batch`` callbacks of the user use at the
-            end of its batch.
     """
 
     verifier: Verifier | None = None
@@ -106,14 +104,22 @@ class PipelineLoop:
         # found before hooks are replaced, since the replacements would count as the user's
         self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
         self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
-        # found now, since a search for a learning rate takes the callbacks away for a while
-        self.arguments_used_at_batch_end = {
-            step: hooks.arguments_used_at_batch_end(self.trainer, step) for step in _CONTEXTS
-        }
+        self._searched: list[Any] = []  # callbacks in which the following was found
+        self._arguments_used: dict[str, frozenset[str]] = dict.fromkeys(_CONTEXTS, frozenset())
         modules = context.module.modules()
         self._saves_extra_state = any(type(m).get_extra_state is not nn.Module.get_extra_state for m in modules)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
         self._begun: deque[Callable[[], object]] = deque()  # each waits until all have begun a batch of an evaluation
+
+    @property
+    def arguments_used_at_batch_end(self) -> Mapping[str, frozenset[str]]:
+        """For each step, which of ``outputs`` and ``batch`` callbacks of the user use at the end of its batch."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        # hooks may append callbacks, and a search for a learning rate takes them away for a while
+        if list(map(id, callbacks)) != list(map(id, self._searched)):
+            self._searched = [*callbacks]
+            self._arguments_used = {step: hooks.arguments_used_at_batch_end(self.trainer, step) for step in _CONTEXTS}
+        return self._arguments_used
 
     @property
     def accumulates(self) -> bool:

@@ -520,11 +520,22 @@ class Counts(Keeps):
         self.found.append(None)
 
 
-def read(devices: int, make: Any, searches: bool = False) -> list[Any]:
+class Appends(L.Callback):
+    """Appends a callback to those of the trainer when training begins."""
+
+    def __init__(self, callback: L.Callback) -> None:
+        self.callback = callback
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callbacks.append(self.callback)
+
+
+def read(devices: int, make: Any, searches: bool = False, appends: bool = False) -> list[Any]:
     """What a callback finds in training, validation, test and prediction; then what is predicted, if it is wanted."""
     callback = make()
-    finders = [LearningRateFinder(num_training_steps=2)] if searches else []
-    runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[*finders, callback])
+    callbacks = [LearningRateFinder(num_training_steps=2)] if searches else []
+    callbacks.append(Appends(callback) if appends else callback)
+    runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=callbacks)
     (module, _), data = twins(Returning), loader(MLP, 16, 4)
     runner.fit(module, data, data)
     runner.test(module, data, verbose=False)
@@ -645,9 +656,13 @@ def refused_beside() -> str:
     return str(refused.value)
 
 
+# A callback is called only after a search for a learning rate, or is appended when training begins.
+LATER: tuple[dict[str, bool], ...] = ({"searches": True}, {"appends": True}, {"searches": True, "appends": True})
+
+
 def in_rank() -> dict[str, Any]:
     found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
-    found["after a search"] = read(2, Keeps, searches=True)
+    found |= {str(options): read(2, Keeps, **options) for options in LATER}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
     found |= {"on rank 0": refused_on_rank_0(), "writer": said_of_writer(), "norms": norms(2)}
@@ -664,10 +679,11 @@ def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_els
         assert rank["Counts"] == [None] * len(rank["Counts"])
 
 
-def test_what_steps_return_is_known_after_a_search_for_a_learning_rate(in_two: Any) -> None:
-    expected = read(1, Keeps, searches=True)
+@pytest.mark.parametrize("options", LATER, ids=str)
+def test_what_steps_return_is_known_to_callbacks_that_come_later(options: dict[str, bool], in_two: Any) -> None:
+    expected = read(1, Keeps, **options)
     for rank in in_two:
-        assert_equal(expected, rank["after a search"])
+        assert_equal(expected, rank[str(options)])
 
 
 @pytest.mark.parametrize("make", [Hooked, HookedByHand])
