@@ -368,7 +368,7 @@ def _is_tensor(template: Any) -> bool:
 
 
 def form_of(outcome: OperationResult) -> Any:
-    """Return everything in a node's result, except the numbers of tensors, on which the step's Python may branch."""
+    """Return everything in a node's result, except the numbers in tensors, on which the step's Python may branch."""
     if outcome.parcel is not None:
         return list(map(description, outcome.tensors)), outcome.parcel.content
     return _form(outcome.result, outcome.tensors)

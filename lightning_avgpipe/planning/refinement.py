@@ -32,7 +32,7 @@ _NEAR_CUTS = 3
 _MOVES = 0.03
 # Finer units must make the slowest stage or the unevenness smaller by this factor.
 _WORTH = 0.99
-# A unit that reads numbers of tensors (``.item()``) may call other modules for other micro-batches. This is allowed
+# A unit that reads numbers in tensors (``.item()``) may call other modules for other micro-batches. This is allowed
 # for a whole unit, and an error for an opened one. So such a unit stays whole unless the slowest stage exceeds its fair
 # share by this factor.
 _SPARED = 1.8
@@ -47,7 +47,7 @@ class Refinement:
         num_stages: K, number of stages.
 
     Attributes:
-        spared: units that stay whole, because they read numbers of tensors.
+        spared: units that stay whole, because they read numbers in tensors.
     """
 
     def __init__(self, subject: Divisible, step: Step, num_stages: int) -> None:

@@ -50,7 +50,7 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
             state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
         return state
 
-    mean = callback._avg_fn  # may be the user's, which may need the numbers of a tensor
+    mean = callback._avg_fn  # may be the user's, which may need the numbers in a tensor
 
     def mean_of_present(averaged: Tensor, *others: Any) -> Tensor:
         return averaged if averaged.is_meta else mean(averaged, *others)

@@ -860,7 +860,7 @@ class ReadsView(ReadsUsage):
 
 
 class ChangesItsArgument(nn.Module):
-    """Lowers the numbers of a tensor that it is given, if it is told to."""
+    """Lowers the numbers in a tensor that it is given, if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
