@@ -28,7 +28,7 @@ from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.tensors import lent
 from lightning_avgpipe.utils.torch_compat import SavedHooks, version_of
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.ownership import fill, return_freed
+from lightning_avgpipe.weights.ownership import fill_parameter, return_freed
 from lightning_avgpipe.weights.relocation import Lending
 
 
@@ -99,7 +99,7 @@ class OnDemandGather:
         """
         parameters = dict(self._module.named_parameters())
         for name, contents in self.contents(name for name in parameters if name in wanted):
-            fill(parameters[name], contents)
+            fill_parameter(self._module, name, parameters[name], contents)
 
     def contents(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the contents of parameters that have none on this process, from the origin, module by module."""

@@ -67,15 +67,33 @@ def nothing_to_save(name: str) -> ConfigurationError:
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
     """Move parameters to the meta device, without gradients. The objects stay, so optimizers still refer to them."""
     parameters = dict(module.named_parameters())
-    chosen = [parameters[name] for name in names if not parameters[name].is_meta]
-    much = sum(parameter.nbytes for parameter in chosen) > FEW_BYTES
+    chosen = {name: parameters[name] for name in names if not parameters[name].is_meta}
+    much = sum(parameter.nbytes for parameter in chosen.values()) > FEW_BYTES
     if much:
         gc.collect()  # an autograd graph in a reference cycle would keep the contents
-    for parameter in chosen:
+    for name, parameter in chosen.items():
         parameter.grad = None
         vacate(parameter)
+        _register_in_script(module, name, parameter)
     if much:
         return_freed()
+
+
+def fill_parameter(module: nn.Module, name: str, parameter: Tensor, contents: Tensor) -> None:
+    """Give contents to a parameter of a module if it has none, without changing the object."""
+    fill(parameter, contents)
+    _register_in_script(module, name, parameter)
+
+
+def _register_in_script(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """Register a parameter again if its module is of TorchScript, which refers to the contents and not to the object.
+
+    Otherwise it would have its former contents, and further calls of ``named_parameters`` would return other objects.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(owner, torch.jit.ScriptModule):
+        setattr(owner, leaf, parameter)
 
 
 def fill(parameter: Tensor, contents: Tensor) -> None:

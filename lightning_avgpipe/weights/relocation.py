@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.codec import Packet, TensorForm, aligned
 from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message, pack, unpack
-from lightning_avgpipe.weights.ownership import Owners, fill, give_up
+from lightning_avgpipe.weights.ownership import Owners, fill_parameter, give_up
 
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ class ModuleTensors:
         """Fill a parameter that has no contents, or overwrite a buffer."""
         contents, gradient, scales = item
         if name in self._parameters:
-            fill(self._parameters[name], contents)
+            fill_parameter(self._module, name, self._parameters[name], contents)
             self._parameters[name].grad = gradient
             if scales is not None:
                 from bitsandbytes.functional import QuantState

@@ -250,15 +250,10 @@ def test_a_submodule_that_is_given_a_frozen_parameter_of_another_one_runs_in_one
     assert sorted(ran for _, ran in found) == [0, runs]
 
 
-def losses(rank: int, devices: int) -> Any:
-    _, metrics = fit(rank, devices, GivesScripted)["GivesScripted"]
-    return metrics
-
-
 @pytest.mark.slow
-def test_a_scripted_submodule_may_be_given_a_parameter_of_another_one(tmp_path: Path) -> None:
-    one = losses(0, 1)
-    assert_equal(processes.each(2, losses, 2, folder=tmp_path), [one, one])
+def test_scripted_submodules_end_everywhere_with_their_weights_and_may_be_given_those_of_others(tmp_path: Path) -> None:
+    one = fit(0, 1, GivesScripted)
+    assert_equal(processes.each(2, fit, 2, GivesScripted, folder=tmp_path), [one, one])
 
 
 @pytest.mark.parametrize(

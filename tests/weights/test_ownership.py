@@ -1,4 +1,4 @@
-"""Errors of user code that looks at weights of other processes say what is absent."""
+"""Parameters of other processes have no contents, and errors of user code that looks at them say what is absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import AbsentValueError
-from lightning_avgpipe.weights.ownership import explain
+from lightning_avgpipe.weights.ownership import explain, fill_parameter, give_up
 
 
 @pytest.fixture
@@ -74,3 +74,17 @@ def test_where_all_is_there_nothing_is_said() -> None:
     explain(error, nn.Linear(2, 2))
     explain(error, None)
     assert not hasattr(error, "__notes__")
+
+
+def test_weights_of_scripted_modules_leave_and_come_back_as_the_same_objects() -> None:
+    module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    before, contents = (
+        dict(module.named_parameters()),
+        {name: torch.full_like(p, 3) for name, p in module.named_parameters()},
+    )
+    give_up(module, before)
+    assert all(found is before[name] and found.is_meta for name, found in module.named_parameters())
+    for name, parameter in before.items():
+        fill_parameter(module, name, parameter, contents[name])
+    assert all(found is before[name] for name, found in module.named_parameters())
+    assert module(torch.ones(1, 2)).tolist() == [[57.0, 57.0]]
