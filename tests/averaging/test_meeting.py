@@ -20,7 +20,7 @@ from tests.comparing import assert_equal
 class Twins:
     """Siblings of a group that always has what this one has, and says when sums begin and end."""
 
-    number, count, present = 0, 2, 2
+    group_number, count, present = 0, 2, 2
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -95,17 +95,17 @@ def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any
 class Sibling:
     """One of two groups: group 0 says what it sends, group 1 gets that."""
 
-    def __init__(self, number: int, sent: list[Any]) -> None:
-        self.number, self._sent = number, sent
+    def __init__(self, group_number: int, sent: list[Any]) -> None:
+        self.group_number, self._sent = group_number, sent
         self.members = self
 
     def broadcast(self, item: Any) -> Any:
-        if self.number == 0:
+        if self.group_number == 0:
             self._sent.append(item)
-        return item if self.number == 0 else self._sent.pop(0)
+        return item if self.group_number == 0 else self._sent.pop(0)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        if self.number == 0:
+        if self.group_number == 0:
             self._sent.append([tensor.clone() for tensor in tensors])
         else:
             for tensor, sent in zip(tensors, self._sent.pop(0), strict=True):
