@@ -113,7 +113,7 @@ class Detour:
             self._note(node, outcome, tensors, ())
             return
         remedy = "return the same structure for every batch, with empty tensors where there is nothing to return"
-        if node.kind == "glue" and now != then:
+        if node.kind == "glue" and now != then and self._is_stateful:
             remedy = (
                 "in a step that changes weights or buffers between submodules, a loop over a tensor must have the same "
                 "length for every micro-batch, except on the last stage. Put the loop into the forward of a submodule "

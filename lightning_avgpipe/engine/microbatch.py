@@ -238,7 +238,8 @@ def _are_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
 
     If all micro-batches have the same size, a list that is by chance as long may be a record. With tensors it counts as
     one if its elements differ in kind, or if each may hold a micro-batch (``[predictions, targets]``) or is the same in
-    all parts. So does a tuple of lists of this length, or of tensors without dimensions (``return loss, accuracy``).
+    all parts. So does a tuple in which an element may be no sample: a list of this length, or something with tensors
+    without dimensions only (``return predictions, {"loss": loss}``).
     """
     cls = type(parts[0])
     if cls not in (list, tuple) or any(type(part) is not cls for part in parts):
@@ -252,7 +253,7 @@ def _are_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
     if not all(map(_are_of_one_kind, parts)):
         return False
     columns, size = list(zip(*parts, strict=True)), sizes[0]
-    if cls is tuple and all(_may_be_result(element, size) for column in columns for element in column):
+    if cls is tuple and any(all(_may_be_result(element, size) for element in column) for column in columns):
         return False
     batches = [all(_may_be_batch(element, size) for element in column) for column in columns]
     shared = (all(_equal(column[0], element) for element in column) for column in columns)
@@ -260,7 +261,7 @@ def _are_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _are_of_one_kind(elements: Sequence[Any]) -> bool:
-    return len({(e.dtype, e.ndim) if isinstance(e, Tensor) else type(e) for e in elements}) == 1
+    return len({(e.dtype, e.ndim) if isinstance(e, Tensor) else type(e) for e in elements if e is not None}) <= 1
 
 
 def _may_be_batch(element: Any, size: int) -> bool:
@@ -272,10 +273,11 @@ def _may_be_batch(element: Any, size: int) -> bool:
 
 
 def _may_be_result(element: Any, size: int) -> bool:
-    """Return whether an element of a tuple is a tensor without dimensions, or a list as long as a micro-batch."""
-    if isinstance(element, Tensor):
-        return element.ndim == 0
-    return type(element) in (list, tuple) and len(element) == size
+    """Return whether an element of a tuple is as long as a micro-batch, or has tensors without dimensions only."""
+    if type(element) in (list, tuple) and len(element) == size:
+        return True
+    found = tree.tensors(element)
+    return bool(found) and all(tensor.ndim == 0 for tensor in found)
 
 
 def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

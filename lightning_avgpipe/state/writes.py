@@ -23,11 +23,19 @@ from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, u
 _LIFT = torch.ops.aten.lift_fresh.default  # returns the tensor that torch.tensor() has made
 
 
+def _is_equal(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether a tensor has the contents of its former memory, as after a move (``flatten_parameters()``)."""
+    if tensor.is_meta or memory.is_meta or tensor.shape != memory.shape:
+        return False
+    return torch.equal(tensor.to(memory.device), memory)
+
+
 class Writes(TorchDispatchMode):
     """A context that records writes into a module's parameters and buffers, also those on the meta device.
 
     Attributes:
-        written: full names of the tensors that were written into; in the end also of those that have other memory.
+        written: full names of the tensors that were written into; in the end also of those that have other
+            memory with other contents.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,7 +56,11 @@ class Writes(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.written.update(name for name, tensor, place in self._places if address(tensor) != place)
+        with torch.no_grad(), untraced():
+            self.written.update(
+                name for name, tensor, place in self._places
+                if address(tensor) != place and not _is_equal(tensor, self._memory[name])
+            )  # fmt: skip
 
     def _locate(self, named: Iterable[tuple[str, Tensor]]) -> list[int]:
         places = []

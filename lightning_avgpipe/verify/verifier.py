@@ -285,8 +285,8 @@ class Verifier:
         """Return whether there is a verdict of an earlier run, and repeat its warning."""
         assert self._verdict is not None
         try:
-            kept = self._verdict.read_text()
-            whole = OnePiece(**json.loads(kept)) if kept else None
+            kept = json.loads(self._verdict.read_text())
+            whole = OnePiece(**kept) if kept else None
         except (OSError, ValueError, TypeError):  # there is none, or it was written in part: compare again
             return False
         if whole is not None:
@@ -458,7 +458,7 @@ class Verifier:
             try:
                 self._verdict.parent.mkdir(parents=True, exist_ok=True)
                 whole = self._comparison.whole
-                self._verdict.write_text("" if whole is None else json.dumps(asdict(whole)))
+                self._verdict.write_text(json.dumps(None if whole is None else asdict(whole)))
             except OSError as error:  # a full or read-only disk: the next run compares again
                 _log.info("cannot note that the first steps were equal to plain ones: %s", error)
         if not self._asked:

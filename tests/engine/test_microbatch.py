@@ -106,6 +106,7 @@ PER_SAMPLE: dict[str, list[Any]] = {
     "tensors without dimensions": list(samples(6)),
     "pairs": [(k, samples(2) + k) for k in range(6)],
     "boxes": [samples(k % 3, 4) for k in range(6)],
+    "detections": [{"boxes": samples(k + 4, 4)} if k % 2 else None for k in range(6)],
     "images": [samples(5, k + 4, 4) for k in range(6)],
 }
 
@@ -137,6 +138,8 @@ def test_a_record_that_is_as_long_as_a_micro_batch_keeps_its_columns() -> None:
     assert torch.equal(predictions, both) and loss == 2.0
     loss, accuracy = merge([tuple(torch.tensor([1.0, 0.0])), tuple(torch.tensor([3.0, 1.0]))], [2, 2])
     assert (loss, accuracy) == (2.0, 0.5)
+    outputs, metrics = merge([({"y": y}, {"loss": y.mean()}) for y in (first, second)], [2, 2])
+    assert torch.equal(outputs["y"], both) and metrics["loss"] == both.mean()
     names, boxes = merge([(["a", "b"], list(samples(2, 4))), (["c", "d"], list(samples(2, 4)))], [2, 2])
     assert names == ["a", "b", "c", "d"] and len(boxes) == 4
     assert torch.equal(merge([[samples(1, 3)], [samples(1, 3)]], [1, 1])[0], torch.cat((samples(1, 3), samples(1, 3))))

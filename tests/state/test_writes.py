@@ -34,9 +34,18 @@ def in_place(layer: nn.Module) -> None:
 @pytest.mark.parametrize("write", [in_place, assign, set_, swap])
 def test_each_form_of_a_write_is_seen(write: Callable[[nn.Module], None], device: str) -> None:
     layer = nn.BatchNorm1d(4, device=device)
+    layer.running_mean.fill_(1.0)
     with Writes(layer) as writes:
         write(layer)
     assert writes.written == {"weight", "running_mean"}
+
+
+def test_a_move_to_other_memory_is_no_write() -> None:
+    layer = nn.BatchNorm1d(4)
+    with Writes(layer) as writes:
+        for tensor in (layer.weight, layer.running_mean):
+            tensor.data = tensor.data.clone()
+    assert not writes.written
 
 
 def test_what_is_only_read_or_put_back_is_no_write() -> None:
