@@ -96,10 +96,8 @@ def measure(
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     before = Untouched(module, graph.changed)
     total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    bars: dict[str, Any] = {
-        "disable": None if shows else True,
-        "file": unmuted_stream(sys.stderr),
-    }  # None: unless a terminal
+    hides = None if shows else True  # None: unless a terminal
+    bars: dict[str, Any] = {"disable": hides, "file": unmuted_stream(sys.stderr)}
     with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, **bars) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()

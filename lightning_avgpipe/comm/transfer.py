@@ -28,9 +28,7 @@ _PIECE_BYTES = 64 * 1024  # smallest part, if a tensor is divided for other reas
 
 
 def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
-    """Send or receive a tensor in parts, and wait until it is done; see :func:`start_transfer` and
-    :func:`finish_transfer`.
-    """
+    """Send or receive a tensor in parts, and wait until it is done; see :func:`start_transfer`."""
     finish_transfer(start_transfer(begin, tensor), moved)
 
 

@@ -193,9 +193,8 @@ class Overlap:
         module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
         if graph is not self._graph:
             keys = [key for key in graph.reads if key[1] not in _IGNORED and key not in graph.written_tensors]
-            self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside_variables(
-                module
-            )
+            named = {".".join(filter(None, key)): variable(module, *key) for key in keys}
+            self._read = named | outside_variables(module)
         self._held = {name: self._hold(name) for name in self._read}
         self._graph, self._is_first = graph, graph is not self._graph
         self._trained = self._trained_now

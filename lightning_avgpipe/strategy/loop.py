@@ -373,12 +373,8 @@ class PipelineLoop:
 
     def run(self, iteration: Iteration) -> bool:
         """Run the micro-batches of all pipelines; return False if the step has no stages."""
-        step, works, training, trains = (
-            iteration.step,
-            iteration.micro_batches,
-            iteration.step == STEP,
-            iteration.trains,
-        )
+        step, works = iteration.step, iteration.micro_batches
+        training, trains = step == STEP, iteration.trains
         num_pipelines, control = self.configuration.num_pipelines, self.schedule_control
         verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
@@ -395,14 +391,8 @@ class PipelineLoop:
         self.models.step_log.begin(sum(map(len, works)))
         if verifier is not None:
             assert iteration.finish is not None
-            iteration.finish = verifier.begin(
-                works,
-                iteration.other_args,
-                iteration.number,
-                iteration.finish,
-                iteration.first_batch,
-                iteration.shares > 1,
-            )
+            number, finish, batch = iteration.number, iteration.finish, iteration.first_batch
+            iteration.finish = verifier.begin(works, iteration.other_args, number, finish, batch, iteration.shares > 1)
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.parallel.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []

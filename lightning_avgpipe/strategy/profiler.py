@@ -154,9 +154,8 @@ class Profiler:
         sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
         rounds = (self._iterations - 2) // len(sizes)  # after an iteration to warm up and one to measure memory
         runs = self._in_turns(sizes, rounds, tick)
-        self.largest_not_fitting = max(
-            [self.largest_not_fitting, *(size.num_microbatches for size in sizes if size not in runs)]
-        )
+        not_fitting = [size.num_microbatches for size in sizes if size not in runs]
+        self.largest_not_fitting = max([self.largest_not_fitting, *not_fitting])
         seconds = {size: self._durations(timed) for size, timed in runs.items()}
         curves = self._curves(setting, runs[setting], seconds.pop(setting))
         memory, step_s = self._memory(setting, tick)

@@ -241,9 +241,8 @@ class WholeRun(PassthroughRun):
     ) -> Any:
         """Step this process's parameters; the closure runs on all processes in lockstep."""
         with self.absent_weights.suspended(), self.lockstep.per_process():
-            return own(
-                optimizer, self.check.wrap_closure(self._closure_in_lockstep(optimizer, closure)), model, **kwargs
-            )
+            checked = self.check.wrap_closure(self._closure_in_lockstep(optimizer, closure))
+            return own(optimizer, checked, model, **kwargs)
 
     def _stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
