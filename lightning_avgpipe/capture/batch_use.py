@@ -73,7 +73,7 @@ class BatchUse:
         for i in self._of(tensors):
             self._leaves[i] = replace(self._leaves[i], nodes=tuple(dict.fromkeys((*self._leaves[i].nodes, node))))
 
-    def kept(self, tensors: Sequence[Tensor]) -> None:
+    def needed_by_result(self, tensors: Sequence[Tensor]) -> None:
         """Note that the result of the step, ``self.log`` or a metric needs these tensors."""
         for i in self._of(tensors):
             self._leaves[i] = replace(self._leaves[i], needed_by_result=True)

@@ -127,7 +127,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
         values=tuple(replace(value, is_saved=value.storage in draft.saved) for value in draft.values),
-        observed=frozenset(draft.kept),
+        observed=frozenset(draft.observed),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),
         drawing=frozenset(calls.drawing),

@@ -41,7 +41,7 @@ class Draft:
     Attributes:
         nodes: nodes so far, in program order.
         values: values so far, in the order in which they were made.
-        kept: values that are needed at the end of the step.
+        observed: values that are needed at the end of the step.
         resident: units that are always nodes, whatever their arguments are.
         readers: units that find values in objects only, not in their arguments.
         pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
@@ -53,7 +53,7 @@ class Draft:
         self._owned = owned
         self.nodes: list[Node] = []
         self.values: list[Value] = []
-        self.kept: set[int] = set()
+        self.observed: set[int] = set()
         self.resident, self.readers = set(readers), set(readers)
         self.pinned: list[Pin] = []
         self.saved: set[int] = set()

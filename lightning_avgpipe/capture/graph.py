@@ -481,15 +481,15 @@ class PinnedNodes:
     upkeep: tuple[int, ...] = ()
 
 
-def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[PinnedNodes]:
+def spans(nodes: Sequence[Node], observed: Iterable[int]) -> list[PinnedNodes]:
     """Return the spans of nodes that use what the step changes.
 
     Args:
         nodes: nodes of the step, in program order.
-        kept: values that the result needs.
+        observed: values that the result needs.
     """
     changed = {name for node in nodes for name in node.states}
-    upkeep = _upkeep(nodes, frozenset(kept))
+    upkeep = _upkeep(nodes, frozenset(observed))
     sets: Any = UnionFind()  # sets of nodes, names and values that belong together
     for node in nodes:
         used = [name for name in dict.fromkeys((*node.states, *node.parameters)) if name in changed]
@@ -520,7 +520,7 @@ def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[PinnedNodes]:
     return found
 
 
-def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
+def _upkeep(nodes: Sequence[Node], observed: frozenset[int]) -> set[int]:
     """Return the nodes that depend on parameters and buffers alone, and serve only to change some."""
     makers: dict[int, list[int]] = defaultdict(list)
     users: dict[int, list[int]] = defaultdict(list)
@@ -538,7 +538,7 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
         for node in reversed(nodes):
             made = set(made_by(node))
             following = {user for value in made for user in users[value] if user > node.index}
-            serves = bool(node.changes or following) and following <= chosen and kept.isdisjoint(made)
+            serves = bool(node.changes or following) and following <= chosen and observed.isdisjoint(made)
             if not serves:
                 chosen.discard(node.index)
         if len(chosen) == before:

@@ -237,13 +237,8 @@ class StepRecorder(StepTracer):
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        with (
-            self.effects.objects.watching_unit() as objects_changed,
-            provenance,
-            seeding,
-            watch.flops,
-            _Asking() as asking,
-        ):
+        watching = self.effects.objects.watching_unit()
+        with watching as objects_changed, provenance, seeding, watch.flops, _Asking() as asking:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
@@ -454,8 +449,9 @@ class StepRecorder(StepTracer):
     def _pin_strange(self, name: str) -> None:
         """Forbid all cuts because of a lasting tensor without a name, which stages and checkpoints cannot find."""
         self.draft.pin(
-            0, END_OF_STEP, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and "
-                         "is no parameter or buffer; make it one with register_buffer",
+            0, END_OF_STEP,
+            f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is no parameter "
+            "or buffer; make it one with register_buffer",
         )  # fmt: skip
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:
@@ -479,8 +475,8 @@ class StepRecorder(StepTracer):
 
     def _keep(self, tensors: list[Tensor]) -> None:
         """Note that these tensors are needed at the end of the step."""
-        self.draft.kept.update(self.draft.values_of(tensors))
-        self.batch.kept(tensors)
+        self.draft.observed.update(self.draft.values_of(tensors))
+        self.batch.needed_by_result(tensors)
 
     def is_lasting(self, tensor: Tensor) -> bool:
         return self.state.is_lasting(tensor)  # any buffer, since the step may still change it

@@ -563,12 +563,12 @@ class Receiver:
         """Start to forward a message while its packets arrive, if it is expected and its onward channel allows it."""
         with self._changed:
             expected = self._inbox(opened.route).expected
-            observers, onwards = expected[0] if expected else ((), None)
-        if onwards is None or not onwards.in_parts:
+            observers, forward_to = expected[0] if expected else ((), None)
+        if forward_to is None or not forward_to.in_parts:
             return None
         flats = [one.flat for one in posted if one.flat is not None]
         passage = Passage()
-        onwards.pass_on(opened.message(flats), passage, observers, flats)
+        forward_to.pass_on(opened.message(flats), passage, observers, flats)
         return passage
 
     def _inbox(self, route: Route) -> NetworkInbox:
@@ -602,9 +602,9 @@ class NetworkInbox:
     def hand_in(self, stream: Any = None, passed: bool = False) -> None:
         """Move expected messages from early to arrived, in order, and forward them unless they have ``passed`` on."""
         while self.early and self.expected:
-            (message, event, at_s), (observers, onwards) = self.early.popleft(), self.expected.popleft()
-            if onwards is not None and not passed:
-                onwards.pass_on(message, event, observers)
+            (message, event, at_s), (observers, forward_to) = self.early.popleft(), self.expected.popleft()
+            if forward_to is not None and not passed:
+                forward_to.pass_on(message, event, observers)
             for observer in observers:
                 observer.arrived(self.route, message.micro_batch, stream, at_s)
             self.arrived.append((message, event))

@@ -204,7 +204,7 @@ class Watch:
 
     @property
     def requests(self) -> frozenset[str]:
-        """The external requests to this process and, if this process gathers, to any other."""
+        """The external requests to this process and, if this process collects them, to any other."""
         return frozenset(self._known)
 
     def request(self, request: str) -> None:

@@ -96,7 +96,7 @@ class Attestation:
         self._known = known
         self._owned = owned
         self._stage = stage
-        self._told = {attested.position: attested for attested in told} if compares else {}
+        self._told = {request.position: request for request in told} if compares else {}
         self._compares = compares
         self._own: list[Request] = []
         self._before = told

@@ -83,9 +83,9 @@ class Detour:
         """Whether the step changes state between units, so that it is unknown which stage must execute a new node."""
         return bool(self._program.graph.upkeep or self._program.graph.glue_states)
 
-    def path(self, entries: tuple[ResultDescription | OffPathNode, ...]) -> Path:
-        """Return the path of all stages so far, given the entries of captured nodes and of earlier stages."""
-        return Path((*entries, *self._own), self._values, self._shared, self._ended)
+    def path(self, descriptions: tuple[ResultDescription | OffPathNode, ...]) -> Path:
+        """Return the path of all stages so far, given the descriptions of captured nodes and of earlier stages."""
+        return Path((*descriptions, *self._own), self._values, self._shared, self._ended)
 
     def _node(self, position: int, kind: Any, name: str) -> Node:
         """Make a node with the properties of a captured one of the same kind and name, if the stage has one."""

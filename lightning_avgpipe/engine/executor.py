@@ -76,8 +76,8 @@ class Lane:
         self.actions.extend(row)
         for direction, inbox in (("forward", self.ends.values), ("backward", self.ends.gradients)):
             if inbox is not None:
-                onwards = self.ends.to_next if self.relays and direction == "forward" else None
-                inbox.expect(sum(self._consumes(action) == direction for action in row), observers, onwards)
+                forward_to = self.ends.to_next if self.relays and direction == "forward" else None
+                inbox.expect(sum(self._consumes(action) == direction for action in row), observers, forward_to)
 
     def ready(self) -> bool:
         """Return whether the next action's input has arrived, and it is this stage's turn."""

@@ -302,9 +302,9 @@ class FlatProgram:
                 slots[slot] = tensor
             for slot in dropped:
                 slots[slot] = None
-        entries = (*part.descriptions, *own) if differs and not part.program.is_last else self.descriptions
+        descriptions = (*part.descriptions, *own) if differs and not part.program.is_last else self.descriptions
         sent = tuple([fill(one, slots) for one in self.sent])
-        return Replayed(fill(self.result, slots), sent, entries, requests=self.requests)
+        return Replayed(fill(self.result, slots), sent, descriptions, requests=self.requests)
 
     def _other_form(self, instruction: Instruction, nodes_have_run: bool) -> Exception:
         """Return the error for an instruction that has returned something of another form."""

@@ -69,11 +69,11 @@ class Exchange:
         told = cluster.group.exchange_objects((place, forms, message.descriptions), what)
         if any(other != place for other, *_ in told):
             self._refuse(what)
-        _, forms, entries = told[source]
+        _, forms, descriptions = told[source]
         arrived: list[Tensor] = []
         if forms:
             cluster.group.together(what, lambda: arrived.extend(self._broadcast(source, forms, tensors)))
-        return item if mine else unpack(Message(0, tuple(arrived), (), entries))
+        return item if mine else unpack(Message(0, tuple(arrived), (), descriptions))
 
     def _broadcast(self, source: int, forms: Sequence[TensorForm], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Send the tensors of the source to every process, and yield them."""

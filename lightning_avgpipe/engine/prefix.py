@@ -52,7 +52,7 @@ class Shortcut(Protocol):
     def wants(self, micro_batch: int) -> bool:
         """Return whether the outputs for a micro-batch should be passed to :meth:`fill`."""
 
-    def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
+    def fill(self, micro_batch: int, tensors: Sequence[Tensor], descriptions: Any) -> None:
         """Keep the values that are alive at the position, and descriptions of what the nodes before it returned."""
 
 

@@ -234,18 +234,18 @@ class Stage:
         if message is not None:
             values = self._received(message, program)
             gates, received = enter_values(message, values, task.trains, self._repetition.overwritten)
-        entries, attested = (message.descriptions, message.requests) if message is not None else ((), ())
+        descriptions, requests = (message.descriptions, message.requests) if message is not None else ((), ())
         part = Part(
             program,
             partial(task.run, micro_batch),
             task.args[micro_batch],
             received,
-            entries,
+            descriptions,
             task.key_of(micro_batch),
             observe=observe or self._step.observe,
             repeat=self._repetition.units if task.trains else None,
             tap=tap,
-            requests=attested,
+            requests=requests,
         )
         with self._casts.reused() if self._casts is not None and task.trains else _NOTHING:
             replayed = self._step.run(part, task, micro_batch, copies, self._watched)

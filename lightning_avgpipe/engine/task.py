@@ -49,7 +49,7 @@ class Task:
 
 
 class ReceivedLeaf:
-    """The point where a received value enters the step, and its gradient leaves the backward.
+    """A gate of a stage: the point where a received value enters the step, and its gradient leaves the backward.
 
     The gradient is the very tensor that autograd computes, with its strides. Accumulated in ``leaf.grad``, it could get
     another memory layout, and kernels of the previous stage would round differently.

@@ -35,7 +35,7 @@ class Ranges:
         work: time of a stage from point i to point j, shape ``(n, n)``; infinite where ``j <= i``.
         forward: time of the forward of this stage, to be added if it repeats its forwards, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
-        held: bytes of weights, gradients and optimizer states from point i to point j, shape ``(n, n)``.
+        persistent: bytes of weights, gradients and optimizer states from point i to point j, shape ``(n, n)``.
         extra: ``Memory.extra_bytes`` from point i to point j, shape ``(n, n)``.
         stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
         crossing: bytes that cross a cut at each point, shape ``(n,)``.
@@ -46,7 +46,7 @@ class Ranges:
     work: np.ndarray
     forward: np.ndarray
     transfer: np.ndarray
-    held: np.ndarray
+    persistent: np.ndarray
     extra: np.ndarray
     stash: np.ndarray
     crossing: np.ndarray
@@ -86,7 +86,7 @@ class Ranges:
 
     def _parts(self, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the parts of the memory that a stage from point i to point j needs, each of shape ``(n, n)``."""
-        held = self.held + self.extra * self.memory.extra_factor(stage)
+        held = self.persistent + self.extra * self.memory.extra_factor(stage)
         stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
         boundary = self.crossing[:, None] * self.memory.flights(stage)
         return held, stash, np.broadcast_to(boundary, held.shape)

@@ -200,28 +200,32 @@ def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def adapting_to_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
+def adapting_to_processes(
+    trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, sends_when_read: bool
+) -> Iterator[None]:
     """Within this context all ranks have the metrics of rank 0, and callbacks that need results run on rank 0 only.
 
     Args:
         trainer: trainer of the run.
         cluster: the connected processes.
         deployment: deployment of the module on processes.
-        early: whether batches are sent when they are read; otherwise they are sent after the user's transfer hooks.
+        sends_when_read: whether batches are sent when they are read; otherwise they are sent after the user's transfer
+            hooks.
     """
     module, ends = trainer.lightning_module, [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
     # hooks of callbacks only, since rank 0 alone runs those of the module
-    looked_at = any(owner is not module for owner, _ in users_hooks(trainer, ends))
-    connector = SyncedLoggerConnector(trainer._logger_connector, cluster, looked_at)
+    callbacks_read_metrics = any(owner is not module for owner, _ in users_hooks(trainer, ends))
+    connector = SyncedLoggerConnector(trainer._logger_connector, cluster, callbacks_read_metrics)
     trainer._logger_connector = connector
     try:
-        with all_replaced([*_share_of_process(trainer, cluster, early), *averaging_parts(trainer, deployment)]):
+        share = _share_of_process(trainer, cluster, sends_when_read)
+        with all_replaced([*share, *averaging_parts(trainer, deployment)]):
             yield
     finally:
         trainer._logger_connector = connector.detach()
 
 
-def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Iterator[Replacement]:
+def _share_of_process(trainer: pl.Trainer, cluster: Cluster, sends_when_read: bool) -> Iterator[Replacement]:
     """Yield replacements with which this process does only its share of what Lightning would do on every process."""
     yield BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)
     # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
@@ -234,7 +238,7 @@ def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Ite
                 yield writer, "write_on_epoch_end", noop
     if not cluster.reads:
         yield trainer.lightning_module, "_on_before_batch_transfer", _pass_on
-        if not early:  # batches arrive converted
+        if not sends_when_read:  # batches arrive converted
             yield trainer.precision_plugin, "convert_input", _pass_on
 
 

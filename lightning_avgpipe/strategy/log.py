@@ -160,7 +160,7 @@ class StepLog:
             size: number of samples.
             position: numbers of the pipeline and the micro-batch, by which values are sorted.
             weight: weight in a mean; None: the number of samples, or the ``batch_size`` that the step gives.
-            into: list that collects the values, for :meth:`issue_collected`; None: that of the batch begun last.
+            into: list that collects the values, for :meth:`flush_collected`; None: that of the batch begun last.
         """
         self._now = _MicroBatch(size, position, weight, self._collected if into is None else into)
         try:
@@ -183,7 +183,7 @@ class StepLog:
         self._collected, self._coming = [], None
         self.batch_values.begin(num_microbatches)
 
-    def issue_collected(self, entries: list[Any]) -> None:
+    def flush_collected(self, entries: list[Any]) -> None:
         """Log the values that :meth:`micro_batch` has collected in a list; see :meth:`flush`."""
         self._collected = entries
         self.begin_exchange()

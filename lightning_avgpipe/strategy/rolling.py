@@ -367,7 +367,7 @@ class RollingOrder(IterationOrder):
     def _issue(self, iteration: Iteration) -> None:
         if iteration.entries is not None:  # otherwise the iteration did not roll, and its values are logged already
             with iteration.precision():
-                self.loop.models.step_log.issue_collected(iteration.entries)
+                self.loop.models.step_log.flush_collected(iteration.entries)
 
     # -- the next iteration -------------------------------------------------------------------------------------------
 

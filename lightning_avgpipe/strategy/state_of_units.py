@@ -103,12 +103,12 @@ class StateOfUnits:
     def _owned(self, step: str, changed: bool, made: bool) -> Iterator[tuple[Key, int]]:
         """Yield the buffers, attributes and variables that submodules change or make, with the rank that has them."""
         loaded, plan = self._deployment.pipeline.steps[step], self._deployment.plan
-        graph, answers, stage_map = loaded.graph, self._deployment.holdings.owner_of, self._cluster.stage_map
+        graph, owner_of, stage_map = loaded.graph, self._deployment.holdings.owner_of, self._cluster.stage_map
         buffers = dict(self._module.named_buffers())
         for name in sorted(graph.changed) if changed else ():
-            if name in buffers and name in answers:
+            if name in buffers and name in owner_of:
                 path, _, leaf = name.rpartition(".")
-                yield (path, leaf), answers[name]
+                yield (path, leaf), owner_of[name]
         of_units = (graph.made_by_units if made else {}, graph.changed_by_units if changed else {})
         for (path, name), node in itertools.chain(*(one.items() for one in of_units)):
             hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()

@@ -519,9 +519,9 @@ class AvgPipeStrategy(ParallelStrategy):
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
         if not self.passthrough and model._trainer is not None:  # without a trainer, the module will only be saved
-            self._undo.enter_context(refusing_bad_checkpoints(model.trainer, self._why_not_whole))
+            self._undo.enter_context(refusing_bad_checkpoints(model.trainer, self._why_no_checkpoint))
 
-    def _why_not_whole(self) -> str | None:
+    def _why_no_checkpoint(self) -> str | None:
         assert self.lightning_module is not None
         return why_no_checkpoint(self.lightning_module.trainer, self._connection, self._begun)
 
@@ -532,7 +532,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
             # by now all callbacks are known
-            callbacks = keeping_last_checkpoint(self.lightning_module.trainer, self._why_not_whole)
+            callbacks = keeping_last_checkpoint(self.lightning_module.trainer, self._why_no_checkpoint)
             self._undo.enter_context(all_replaced(callbacks))
         super().setup_environment()
         if not self.passthrough:

@@ -250,8 +250,8 @@ class Deployment:
         """
         self.plan, self.is_final = plan, True
         self._place()
-        answers = self.holdings.owner_of
-        return {name: answers[name] for name in plan.stages_of if name in answers}
+        owner_of = self.holdings.owner_of
+        return {name: owner_of[name] for name in plan.stages_of if name in owner_of}
 
     def _place(self) -> None:
         assert self.plan is not None

@@ -49,8 +49,8 @@ class Holdings:
         shards: division of optimizer states among replicas; None: each replica keeps all.
 
     Attributes:
-        owner_of: rank that answers for each parameter and buffer (whose values count), by every name; empty before the
-            first plan.
+        owner_of: rank of the first owner of each parameter and buffer, which answers for it (its values count), by
+            every name; empty before the first plan.
         copies: functions that return a copy of the module (averages of weights) that is divided like it, or None.
         gather: gatherer of parameters that other processes hold.
         shards: as given.

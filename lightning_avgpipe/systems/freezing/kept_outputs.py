@@ -79,14 +79,14 @@ class _Form:
     Attributes:
         tensors: forms of the values.
         shared: for each value its contents if it has no row per sample, else None.
-        entries: descriptions of what the frozen nodes returned.
-        described: the pickled entries, to compare.
+        descriptions: descriptions of what the frozen nodes returned.
+        pickled: the pickled descriptions, to compare.
     """
 
     tensors: tuple[TensorForm, ...]
     shared: tuple[Tensor | None, ...]
-    entries: Any
-    described: bytes
+    descriptions: Any
+    pickled: bytes
 
 
 class _Sample(NamedTuple):
@@ -179,30 +179,30 @@ class OutputStore:
                 laid_out = form.tensors[i]  # rounding in kernels may depend on the order of dimensions in memory
                 tensors.append(laid_out.from_wire(laid_out.on_wire(value.to(device)).contiguous()))
         asks = (False,) * len(tensors)
-        return Message(micro_batch, tuple(tensors), asks, form.entries, forward_only=forward_only)
+        return Message(micro_batch, tuple(tensors), asks, form.descriptions, forward_only=forward_only)
 
     def wants(self, micro_batch: int) -> bool:
         """Return whether :meth:`fill` keeps or compares the outputs for a micro-batch."""
         return micro_batch in self._keys
 
-    def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
+    def fill(self, micro_batch: int, tensors: Sequence[Tensor], descriptions: Any) -> None:
         """Keep the outputs of the frozen layers, and compare them with outputs that are kept for the same samples.
 
         Args:
             micro_batch: number of the micro-batch.
             tensors: values that are alive at the position.
-            entries: descriptions of what the nodes before the position returned.
+            descriptions: descriptions of what the nodes before the position returned.
         Raises:
             VerificationError: the outputs differ, and kept outputs have been used.
         """
         keys, host = self._keys.pop(micro_batch), [t.detach().cpu() for t in tensors]
         divided = [t.ndim > 0 and t.shape[0] == len(keys) for t in host]
-        name, described = (len(keys), tuple(map(TensorForm.of, tensors))), pickle.dumps(entries)
+        name, pickled = (len(keys), tuple(map(TensorForm.of, tensors))), pickle.dumps(descriptions)
         form = self._forms.get(name)
         if form is None:
             shared = tuple(None if own else t.clone() for t, own in zip(host, divided, strict=True))
-            form = self._forms[name] = _Form(name[1], shared, entries, described)
-        elif described != form.described:
+            form = self._forms[name] = _Form(name[1], shared, descriptions, pickled)
+        elif pickled != form.pickled:
             return self._differ("what the frozen layers return besides tensors")
         for tensor, one in zip(host, form.shared, strict=True):
             if one is not None and not torch.equal(tensor, one):
