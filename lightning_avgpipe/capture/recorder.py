@@ -383,11 +383,18 @@ class StepRecorder(StepTracer):
             self._pin_handed_out(tensors, f"{name}()")
 
     def _pin_hook(self, name: str, tensor: Tensor) -> None:
-        """Forbid cuts after the maker of a value whose gradient the step uses: only its stage gets this gradient."""
-        value = self.known.value_of(tensor)
+        """Forbid cuts after the maker of a tensor whose gradient the step uses: only its stage gets this gradient."""
+        value, parameter = self.known.value_of(tensor), self._owned.get(id(tensor))
+        if value is None and parameter is None:
+            self.draft.pin(
+                0, END_OF_STEP,
+                f"{name}() at {source_line()} asks for the gradient of a tensor of the batch, to which every stage "
+                "would add a part; let one submodule do all that uses this tensor, and ask there",
+            )  # fmt: skip
+            return
         if value is None:
             raise CaptureError(
-                f"{name}() at {source_line()} puts a hook on the parameter '{self._owned[id(tensor)]}' in every step; "
+                f"{name}() at {source_line()} puts a hook on the parameter '{parameter}' in every step; "
                 "do so once, in __init__ or configure_model"
             )
         maker = self.draft.maker(value)

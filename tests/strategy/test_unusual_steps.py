@@ -715,3 +715,32 @@ def test_a_cut_before_the_first_use_of_a_value_leaves_its_gradient_whole(
     make: Callable[[], Layers], split: str
 ) -> None:
     assert_equal(piped(make(), split_points=[split]), by_hand(make()))
+
+
+class HooksTheBatch(Layers):
+    """Looks between layers at the gradient of a tensor of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        x.register_hook(lambda gradient: self.seen.append(gradient))
+        return super().loss(batch)
+
+
+class KeepsTheGradient(HooksTheBatch):
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        x.retain_grad()
+        return super().loss((x, batch[1]))
+
+
+@pytest.mark.parametrize("make", [HooksTheBatch, KeepsTheGradient])
+def test_one_stage_alone_may_ask_for_the_gradient_of_a_tensor_of_the_batch(make: Callable[[], HooksTheBatch]) -> None:
+    one, expected = piped(make(), num_stages=1), by_hand(make())
+    assert_equal(one, expected)
+    assert [gradient.tolist() for gradient in one.seen] == [gradient.tolist() for gradient in expected.seen]
+    with pytest.raises(PartitionError, match=rf"\(\) at {LINE} loss asks for the gradient of a tensor of the batch"):
+        piped(make(), split_points=["c"])
