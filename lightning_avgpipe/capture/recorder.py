@@ -29,7 +29,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.source import is_copying, source_line
-from lightning_avgpipe.utils.tensors import tensor_arguments
+from lightning_avgpipe.utils.tensors import KnownTensors, leaves_of, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
 
 
@@ -55,7 +55,7 @@ class Preview:
 class _UnitEffects(NamedTuple):
     """The effects of a unit besides its result: changed state and objects, draws, inner calls and operations.
 
-    ``asked`` are the tensors whose gradients it asks for, or looks at by a hook.
+    ``asked`` are the tensors whose gradients it asks for, or looks at by a hook; ``hooked`` are the latter.
     """
 
     changes: list[str]
@@ -64,6 +64,7 @@ class _UnitEffects(NamedTuple):
     objects_changed: list[Any]
     flops: float
     asked: list[Tensor]
+    hooked: list[Tensor]
 
     def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
         """Return the node with these effects, and with these generators among its arguments."""
@@ -85,11 +86,13 @@ class _Asking(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
+        self.hooked: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function_name(func) in HOOKING:
             self.tensors.append(args[0])
+            self.hooked.append(args[0])
         elif func is torch.autograd.grad:
             self.tensors += tree.tensors(args[1] if len(args) > 1 else kwargs["inputs"])
         return func(*args, **kwargs)
@@ -142,6 +145,8 @@ class StepRecorder(StepTracer):
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
         self._saved = SavedTensors([*tensors_of(module), *batch])
+        self._first_uses = KnownTensors[int]()  # of free tensors with gradients: the first node that depends on each
+        self._hooks = KnownTensors[tuple[int, str]]()  # of such tensors: the node that hooks each, and what it is
         self._regions = 0  # checkpointed regions around this point of the step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,7 +209,7 @@ class StepRecorder(StepTracer):
         elif not draft.values_of(visible):
             draft.readers.add(path)
         self._pin_call(module, path, tensors, result)
-        self._pin_asked(own.asked, f"unit '{path}'", module.parameters())
+        self._pin_asked(own, f"unit '{path}'", module.parameters())
         flops = (own.flops or recurrent_flops(module, result)) + _elements(result)
         node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
         node = own.noted(node, generators)
@@ -243,7 +248,7 @@ class StepRecorder(StepTracer):
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         inner, flops = tuple(watch.calls[calls:]), watch.flops.total
-        return result, _UnitEffects(changes, draws, inner, objects_changed, flops, asking.tensors)
+        return result, _UnitEffects(changes, draws, inner, objects_changed, flops, asking.tensors, asking.hooked)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft = self.draft
@@ -269,9 +274,9 @@ class StepRecorder(StepTracer):
             states=self.state.states(used, own.changes, in_unit=True), changes=tuple(own.changes),
             draws=own.draws, drawn=own.drawn, flops=own.flops + _elements(result),
         )  # fmt: skip
+        self._pin_asked(own, "a checkpointed region", ())
         self._taken([*tensors, *used])
         self.effects.ran(node.name, own.objects_changed, ())
-        self._pin_asked(own.asked, "a checkpointed region", ())
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
             draft.pin(node.index + 1, END_OF_STEP, what)
@@ -404,26 +409,47 @@ class StepRecorder(StepTracer):
             "gets; ask within the unit, or change the gradient by a torch.autograd.Function",
         )  # fmt: skip
 
-    def _pin_asked(self, asked: Sequence[Tensor], what: str, own: Iterable[Tensor]) -> None:
+    def _pin_asked(self, effects: _UnitEffects, what: str, own: Iterable[Tensor]) -> None:
         """Forbid cuts between the nodes that use a tensor and a later one that asks for the gradient of it.
 
         Args:
-            asked: tensors whose gradients the next node asks for, or looks at by a hook.
+            effects: those of the next node, with the tensors whose gradients it asks for, or looks at by a hook.
             what: description of that node.
             own: its own parameters.
         """
-        position, mine = self.draft.position(), set(map(id, own))
-        for tensor in asked:
+        position, mine, what = self.draft.position(), set(map(id, own)), f"{what} at {source_line()}"
+        for tensor in effects.asked:
             value, name = self.known.own_value_of(tensor), self._owned.get(id(tensor))
-            users = (node for node in self.draft.nodes if value in node.inputs or name in node.parameters)
-            if id(tensor) not in mine and (first := next(users, None)) is not None:
+            if value is None and name is None:
+                first, of = self._first_uses.own_value_of(tensor), "a tensor of the batch"
+            else:
+                users = (node.index for node in self.draft.nodes if value in node.inputs or name in node.parameters)
                 of = f"'{name}'" if value is None else f"the result of {self.draft.maker(value)}"
-                self.draft.pin(
-                    first.index + 1, position,
-                    f"{what} at {source_line()} asks for the gradient of {of}, which {first} uses too: its stage would "
-                    "miss that part. Let one submodule compute all of it, or change the gradient by a "
-                    "torch.autograd.Function",
-                )  # fmt: skip
+                first = next(users, None)
+            if id(tensor) not in mine and first is not None:
+                self._pin_divided(first + 1, what, of, str(self.draft.nodes[first]))
+        for tensor in effects.hooked:
+            if tensor not in self.known and id(tensor) not in self._owned:
+                self._hooks.learn(tensor, (position, what))
+
+    def _pin_divided(self, begin: int, what: str, of: str, user: str) -> None:
+        """Forbid cuts from ``begin`` to here, which would divide a gradient that is asked for."""
+        self.draft.pin(
+            begin, self.draft.position(),
+            f"{what} asks for the gradient of {of}, which {user} uses too: its stage would miss that part. Let one "
+            "submodule compute all of it, or change the gradient by a torch.autograd.Function",
+        )  # fmt: skip
+
+    def _note_free(self, tensors: Sequence[Tensor]) -> None:
+        """Note that the next node takes these free tensors; forbid cuts between it and one that hooks any of them.
+
+        Each stage has free tensors of its own, and gets only the part of their gradients that its nodes add.
+        """
+        for tensor in (*tensors, *leaves_of(tensors)):
+            if tensor not in self._first_uses:
+                self._first_uses.learn(tensor, self.draft.position())
+            if (hook := self._hooks.own_value_of(tensor)) is not None:
+                self._pin_divided(hook[0] + 1, hook[1], "a tensor of the batch", f"the step at {source_line()}")
 
     def _pin_handed_out(self, tensors: Sequence[Tensor], what: str) -> None:
         """Forbid cuts between a unit that returns parameters and an operation that takes them.
@@ -467,7 +493,9 @@ class StepRecorder(StepTracer):
         for name in (self._buffers[id(t)] for t in tensors if id(t) in self._buffers):
             self.buffers_read.setdefault(name, index)
         self.batch.taken(tensors, index)
-        self.effects.attributes.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
+        free = [t for t in tensors if self.known.value_of(t) is None]
+        self.effects.attributes.held.taken(free, index)
+        self._note_free([t for t in free if t.requires_grad and id(t) not in self._owned])
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()

@@ -16,7 +16,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.comm.topology import subsets
-from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError, UnsendableError
 from lightning_avgpipe.state.objects import BASE_MODULE_ATTRIBUTES, ITEMS
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -24,6 +23,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import leaves_of, nodes_of
 from lightning_avgpipe.utils.torch_compat import version_of
 
 

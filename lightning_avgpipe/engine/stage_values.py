@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.part import Part, Path, ReplayContext, ResultDescription
-from lightning_avgpipe.engine.tensor_use import nodes_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ObjectState, set_state, state_of
@@ -20,7 +19,7 @@ from lightning_avgpipe.state.parcel import Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.tensors import KnownTensors
+from lightning_avgpipe.utils.tensors import KnownTensors, nodes_of
 
 
 class StageValues:

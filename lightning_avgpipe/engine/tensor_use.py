@@ -30,7 +30,7 @@ from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.tensors import tensor_arguments
+from lightning_avgpipe.utils.tensors import leaves_of, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, address, storage_id, version_of
 
 # Given the names of the buffers that a step changes, returns these and the parameters of other models, by name.
@@ -149,23 +149,6 @@ def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> lis
     buffers = module.named_buffers()
     alike = [name for name, b in buffers if f"{version_of(b)} {list(b.shape)}" == f"{found[2]} [{found[1]}]"]
     return [name for name in alike if name not in program.graph.rewritten]
-
-
-def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield autograd's nodes on which the outputs of a forward depend."""
-    nodes = [tensor.grad_fn for tensor in outputs]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes += [following for following, _ in node.next_functions]
-
-
-def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves to which the gradients of a forward's outputs go."""
-    return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
 
 
 class Inspection(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -213,6 +213,23 @@ def tensor_arguments(*arguments: Any) -> list[Tensor]:
         elif isinstance(argument, dict) and argument:
             found.extend(tensor_arguments(*argument.values()))
     return found
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield autograd's nodes on which the outputs of a forward depend."""
+    nodes = [tensor.grad_fn for tensor in outputs]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves to which the gradients of a forward's outputs go."""
+    return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
 
 
 V = TypeVar("V")

@@ -744,3 +744,97 @@ def test_one_stage_alone_may_ask_for_the_gradient_of_a_tensor_of_the_batch(make:
     assert [gradient.tolist() for gradient in one.seen] == [gradient.tolist() for gradient in expected.seen]
     with pytest.raises(PartitionError, match=rf"\(\) at {LINE} loss asks for the gradient of a tensor of the batch"):
         piped(make(), split_points=["c"])
+
+
+class Derives(nn.Module):
+    """Adds the derivative of what it gets by another tensor, as far as it depends on that one."""
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(x.sum(), by, create_graph=True, allow_unused=True)
+        return x if found is None else x + found
+
+
+class SharesTheBatch(Layers):
+    """Several submodules use a tensor of the batch, or what the step makes of it, and one asks for its gradient.
+
+    Args:
+        way: one of the methods.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.hooks, self.derives, self.shift = way, Hooks(), Derives(), nn.Parameter(torch.ones(8))
+
+    def through(self, x: Tensor) -> Tensor:
+        return getattr(self, self.way)(x.clone().requires_grad_())  # type: ignore[no-any-return]
+
+    def hooked_last(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.a(x).relu()) + self.hooks(x))  # type: ignore[no-any-return]
+
+    def hooked_first(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.hooks(x).relu()) + self.b(x))  # type: ignore[no-any-return]
+
+    def hooked_before_its_double_is_used(self, x: Tensor) -> Tensor:
+        doubled = 2 * x
+        return self.d(self.c(self.hooks(x).relu()) + self.b(doubled))  # type: ignore[no-any-return]
+
+    def hooked_alone(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.hooks(x).relu()))  # type: ignore[no-any-return]
+
+    def derived(self, x: Tensor) -> Tensor:
+        return self.c(self.derives(2 * (x + self.shift), x))  # type: ignore[no-any-return]
+
+    def derived_by_way_of_its_triple(self, x: Tensor) -> Tensor:
+        return self.c(self.derives(2 * (3 * x + self.shift), x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("way", "split"),
+    [
+        ("hooked_last", "hooks"),
+        ("hooked_first", "c"),
+        ("hooked_before_its_double_is_used", "c"),
+        ("derived", "derives"),
+        ("derived_by_way_of_its_triple", "derives"),
+    ],
+)
+def test_no_cut_divides_the_gradient_of_a_tensor_of_the_batch(way: str, split: str) -> None:
+    message = rf"unit '(hooks|derives)' at {LINE} \w+ asks for the gradient of a tensor of the batch, which .* uses too"
+    with pytest.raises(PartitionError, match=message):
+        piped(SharesTheBatch(way), split_points=[split])
+
+
+@pytest.mark.parametrize(
+    ("way", "split"), [("hooked_last", "d"), ("hooked_first", "d"), ("hooked_alone", "c"), ("derived", "c")]
+)
+def test_a_cut_that_leaves_the_gradient_of_a_tensor_of_the_batch_whole_stays_possible(way: str, split: str) -> None:
+    module = piped(SharesTheBatch(way), split_points=[split])
+    assert_equal(module, by_hand(SharesTheBatch(way)))
+
+
+class ForceField(nn.Module):
+    """Energies of atoms, and the forces on them: minus the gradient of the energy for their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        energy = self.energy(positions)
+        (gradient,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy - gradient
+
+
+class Atoms(Layers):
+    """Computes with forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = ForceField()
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.field(x.clone().requires_grad_())).relu())  # type: ignore[no-any-return]
+
+
+def test_a_force_field_in_one_submodule_may_be_a_stage() -> None:
+    assert_equal(piped(Atoms(), split_points=["c"]), by_hand(Atoms()))
