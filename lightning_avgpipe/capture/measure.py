@@ -60,6 +60,15 @@ class UnmeasurableError(CaptureError):
     """An error for a step whose nodes cannot be measured one by one."""
 
 
+def _progress(total: int, step: str, shows: bool) -> Any:
+    """Return a progress bar that appears only after a while, and only on a terminal."""
+    disable = None if shows else True  # None: unless it is a terminal
+    return tqdm(
+        total=total, desc=f"Measuring the units of {step}", unit="call", delay=_PATIENCE_S, leave=False,
+        disable=disable, file=unmuted_stream(sys.stderr),
+    )  # fmt: skip
+
+
 def measure(
     graph: CallGraph,
     run: Callable[..., Any],
@@ -95,10 +104,7 @@ def measure(
     begin = time.perf_counter()
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     before = Untouched(module, graph.changed)
-    total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    hides = None if shows else True  # None: unless a terminal
-    bars: dict[str, Any] = {"disable": hides, "file": unmuted_stream(sys.stderr)}
-    with tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, **bars) as bar:
+    with _progress(_ROUNDS * len(graph.nodes), graph.step, shows) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             timer = _Timer(trial, bar)

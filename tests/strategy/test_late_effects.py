@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from tests.comparing import assert_equal
+from tests.engine.test_programs import Tracks
 from tests.strategy.steps import (
     NUM_MICROBATCHES,
     Layers,
@@ -340,21 +341,6 @@ def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path
 # -- submodules without parameters, which each stage runs that gets that far ------------------------------------------
 
 
-class OfBatch(nn.Module):
-    """Subtracts a mean of the batches so far, which it begins to update when it is told to."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.mean(0), 0.5)
-        return x - self.mean
-
-
 class Normalises(Layers):
     """Trains from some step on a submodule that depends on the batch alone, which all stages run or the last one."""
 
@@ -372,7 +358,7 @@ class Normalises(Layers):
         return (self.through(x) - self.norm(target)).square().mean()
 
 
-NORMS = [OfBatch, partial(nn.BatchNorm1d, 8, affine=False)]
+NORMS = [Tracks, partial(nn.BatchNorm1d, 8, affine=False)]
 
 
 @pytest.mark.parametrize("norm", NORMS)
