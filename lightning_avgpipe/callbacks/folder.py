@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.utils.lightning import TensorBoardLogger, get_filesystem, pl
+from lightning_avgpipe.utils.lightning import TensorBoardLogger, WandbLogger, get_filesystem, pl
 
 
 def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> str:
@@ -26,8 +26,10 @@ def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> st
 
 
 def publish(trainer: pl.Trainer, folder: str | os.PathLike[str], name: str, figure: Any, tag: str) -> None:
-    """Write a figure to a PNG file, and show it in TensorBoard under a tag."""
+    """Write a figure to a PNG file, and show it in TensorBoard and Weights & Biases under a tag."""
     write(folder, name, picture.png(figure))
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(tag, picture.pixels(figure), trainer.global_step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(tag, [picture.pixels(figure)], trainer.global_step)

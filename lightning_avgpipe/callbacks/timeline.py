@@ -40,11 +40,11 @@ class PipelineTimeline(Callback):
 
     For the iteration that ended with optimizer step 10, rank 0 writes ``trace_step=000010.json`` for
     https://ui.perfetto.dev (or chrome://tracing) and ``trace_step=000010.png``: one row per device with its forwards,
-    backwards and idle time, and under it the messages that it sends. A TensorBoard logger gets the picture as
-    ``avgpipe/timeline``. Two metrics are logged. ``avgpipe/bubble_fraction`` is the share of the devices' time without
-    an action. ``avgpipe/bubble_fraction_simulated`` is the same share in a simulation with the measured times of
-    actions and messages, and with a device for each stage: the part that is due to the schedule. Parallel pipelines
-    share the rows, each in its own shade.
+    backwards and idle time, and under it the messages that it sends. Loggers for TensorBoard and Weights & Biases get
+    the picture as ``avgpipe/timeline``. Two metrics are logged. ``avgpipe/bubble_fraction`` is the share of the
+    devices' time without an action. ``avgpipe/bubble_fraction_simulated`` is the same share in a simulation with the
+    measured times of actions and messages, and with a device for each stage: the part that is due to the schedule.
+    Parallel pipelines share the rows, each in its own shade.
 
     Recording hardly slows an iteration down. On CUDA it waits for the device at the beginning and the end.
 

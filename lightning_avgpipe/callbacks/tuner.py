@@ -86,8 +86,9 @@ class AvgPipeTuner(Callback):
     optimizer, random numbers, logs and progress are what they would have been.
 
     The profile, all candidates and the choice are written to ``avgpipe_tuning.json`` next to the checkpoints and, with
-    matplotlib, to a picture, which a TensorBoard logger gets too. Checkpoints contain the choice: a run that resumes
-    from one keeps it, and so does another ``fit`` with this callback. With ``fast_dev_run`` nothing is tuned.
+    matplotlib, to a picture, which loggers for TensorBoard and Weights & Biases get too. Checkpoints contain the
+    choice: a run that resumes from one keeps it, and so does another ``fit`` with this callback. With ``fast_dev_run``
+    nothing is tuned.
 
     Args:
         max_num_pipelines: largest number of parallel pipelines to consider. Each has a model of its own, so a number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import html
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,8 @@ class Forecast:
 class Plan:
     """A plan that says which stage calls and owns which parts of a model; ``str(plan)`` is a table.
 
+    Notebooks show the table as HTML.
+
     Attributes:
         stages: plans of the K stages.
         cuts: K-1 positions in the graph.
@@ -172,15 +175,25 @@ class Plan:
         return {name: stages for name, stages in self.stages_of.items() if name in names and len(stages) > 1}
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("stage", "rank", "units", "parameters", "time", "memory", "sends to the next")]
-        rows += [self._row(stage) for stage in self.stages]
-        hidden = {1} if not self.devices else set()
-        shown = [i for i in range(len(rows[0])) if i not in hidden]
-        lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch(), *self._saved()]
-        lines += self.remarks
-        if self.forecast is not None:
-            lines.append(self._expectation(self.forecast))
-        return "\n".join(lines)
+        return "\n".join([*table(self._rows()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, which notebooks show."""
+        head, *stages = ([html.escape(text) for text in row] for row in self._rows())
+        rows = [f"<th>{'</th><th>'.join(head)}</th>", *(f"<td>{'</td><td>'.join(row)}</td>" for row in stages)]
+        notes = "<br>".join(map(html.escape, self._notes()))
+        return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table><p>{notes}</p>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return the table: a row of headings, then one for each stage."""
+        ranks = ("rank",) if self.devices else ()
+        heads = ("stage", *ranks, "units", "parameters", "time", "memory", "sends to the next")
+        return [heads, *map(self._row, self.stages)]
+
+    def _notes(self) -> list[str]:
+        """Return the lines below the table."""
+        expected = [] if self.forecast is None else [self._expectation(self.forecast)]
+        return [*self._copies(), *self._batch(), *self._saved(), *self.remarks, *expected]
 
     @property
     def brief(self) -> str:
@@ -225,9 +238,10 @@ class Plan:
         if stage.wire is not None:
             sends += f", {nbytes(stage.wire_bytes)} as {stage.wire}"
         shown = format_seconds(stage.forward + stage.backward)
+        ranks = (", ".join(map(str, self.devices[stage.index])),) if self.devices else ()
         return (
             str(stage.index),
-            ", ".join(map(str, self.devices[stage.index])) if self.devices else "",
+            *ranks,
             stage.span,
             _count(stage.num_parameters),
             f"{shown} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",

@@ -68,6 +68,7 @@ TQDMProgressBar = pl.callbacks.TQDMProgressBar
 WEIGHT_AVERAGING = (pl.callbacks.WeightAveraging,) if hasattr(pl.callbacks, "WeightAveraging") else ()
 convert_inf = pl.callbacks.progress.tqdm_progress.convert_inf
 TensorBoardLogger = pl.loggers.TensorBoardLogger
+WandbLogger = pl.loggers.WandbLogger
 DummyLogger = pl.loggers.logger.DummyLogger
 Closure = pl.loops.optimization.automatic.Closure
 ClosureResult = pl.loops.optimization.automatic.ClosureResult

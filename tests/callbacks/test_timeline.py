@@ -7,11 +7,12 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import fsspec
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_avgpipe import PipelineTimeline
 from lightning_avgpipe.errors import ConfigurationError
@@ -92,6 +93,17 @@ def test_a_trainer_writes_a_trace_and_a_picture_every_n_steps(tmp_path: Path) ->
     (events,) = (tmp_path / "tensorboard").rglob("events*")
     assert b"avgpipe/timeline" in events.read_bytes()
     assert not list(runner.strategy.observers)
+
+
+def test_weights_and_biases_gets_the_picture(tmp_path: Path) -> None:
+    # the tests do not install its package
+    logger = create_autospec(WandbLogger, instance=True, save_dir=str(tmp_path), version="0")
+    callback = PipelineTimeline(every_n_steps=2, dirpath=tmp_path)
+    strategy = {"num_microbatches": 4}
+    pipeline(2, 1, strategy, callbacks=[callback], logger=logger, max_epochs=1).fit(MLP(), loader(MLP, 40, 8))
+    calls = [call.args for call in logger.log_image.call_args_list]
+    assert [(tag, step) for tag, _, step in calls] == [("avgpipe/timeline", 2), ("avgpipe/timeline", 4)]
+    assert all(image.shape[2] == 3 for _, (image,), _ in calls)
 
 
 def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
