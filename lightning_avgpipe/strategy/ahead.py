@@ -38,6 +38,22 @@ _NOT_YET = (
 _IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weight_refs"}
 
 
+def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
+    """Return replacements that give the trainer's counters the values of a later iteration, for a step that runs early.
+
+    Args:
+        trainer: the trainer.
+        count: number of iterations from the current one to the later one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
+    counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
+    names = ("ready", "started", "processed", "completed")
+    counted += [(p, name) for p in (batches.total, batches.current) for name in names]
+    counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
+    return [(owner, name, getattr(owner, name) + count) for owner, name in counted]
+
+
 class Overlap:
     """Holds the iterations that were read ahead, and checks that a step gives the same result early as in its turn.
 
@@ -102,6 +118,7 @@ class Overlap:
             if not batches:
                 return None
             iteration = self._loop.new_iteration(STEP, batches, rest, ahead)
+            iteration.progress = counters_after(self._trainer, ahead)
             iteration.versions = [(t, version_of(t)) for t in tree.tensors(batches) if not t.is_inference()]
             self.coming.append(iteration)
         return self.coming[ahead - 1]

@@ -36,22 +36,6 @@ Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
-def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
-    """Return replacements that give the trainer's counters the values of a later iteration, for a step that runs early.
-
-    Args:
-        trainer: the trainer.
-        count: number of iterations from the current one to the later one.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
-    counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
-    names = ("ready", "started", "processed", "completed")
-    counted += [(p, name) for p in (batches.total, batches.current) for name in names]
-    counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
-    return [(owner, name, getattr(owner, name) + count) for owner, name in counted]
-
-
 @dataclass(kw_only=True)
 class Iteration:
     """One iteration: the batches of a step, one for each pipeline or one that all pipelines divide, and their state.
@@ -76,7 +60,7 @@ class Iteration:
         outcomes: outcomes of the pipelines that have ended.
         loss: loss that is passed to the backward hooks.
         begun: numbers of the pipelines that have begun the iteration, if iterations overlap.
-        first_loss: loss of the first micro-batch, if it ran early, for a hook that is called in turn.
+        first_loss: loss of the first micro-batch that has run, with which the backward hooks are called.
         kept: by pipeline, contents of the buffers from before the iteration began early.
         versions: tensors of batches that were read ahead, with their versions.
     """
@@ -207,10 +191,8 @@ class IterationOrder:
         models.add_to_sums()
         iteration = loop.new_iteration(STEP, batches, rest)
         iteration.trains = not loop.is_averaging_pass
-        clear = loop.clear_or_defer()
-        if clear is not None:
-            iteration.clears = ClearingGradients(loop.module, loop.cluster.stages, clear)
-        iteration.finish = loop.finish(iteration, None if iteration.clears is None else iteration.clears.end)
+        loop.clear_or_defer(iteration)
+        iteration.finish = loop.finish(iteration)
         ran = loop.run(iteration)
         iteration.micro_batches = iteration.weighed()
         if not ran:

@@ -32,7 +32,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
-from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, counters_after
+from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Finish, Iteration, IterationOrder
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -283,47 +283,31 @@ class PipelineLoop:
             other_args=tuple(index + ahead for index in rest) if ahead else rest,
             number=self._number(step) + ahead,
             first=first if training else (0, 0),
-            progress=counters_after(self.trainer, ahead) if ahead else None,
         )
 
-    def clear_or_defer(self, drains: bool = True) -> Callable[[], None] | None:
-        """Clear the gradients at once if that cannot wait until after the first forward.
+    def clear_or_defer(self, iteration: Iteration, drains: bool = True) -> None:
+        """Let an iteration clear the gradients after its first forward, or clear them now if that cannot wait.
 
         Args:
+            iteration: iteration that begins.
             drains: whether all processes begin and end the iteration together.
-        Returns:
-            The function that clears the gradients later; None if there is nothing left to clear.
         """
-        zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and (drains or self.cluster.rank == 0) and not self.deployment.replans
-        if zero_grad is None or waits:
-            return zero_grad
-        # with several models the module may have another model's weights after the first forward
-        self.models.clear_gradients(zero_grad)
-        return None
+        if self.zero_grad is None:
+            return
+        if self.models.num_models == 1 and (drains or self.cluster.rank == 0) and not self.deployment.replans:
+            iteration.clears = ClearingGradients(self.module, self.cluster.stages, self.zero_grad)
+        else:  # with several models the module may have another model's weights after the first forward
+            self.models.clear_gradients(self.zero_grad)
 
-    def finish(
-        self,
-        iteration: Iteration,
-        zero_grad: Callable[[], None] | None = None,
-        calls_hooks: Callable[[Tensor], bool] = lambda loss: True,
-    ) -> Finish:
-        """Return the function that the last stage calls with the result of a micro-batch.
-
-        Args:
-            iteration: the iteration.
-            zero_grad: called after the first forward; None: there is nothing to clear.
-            calls_hooks: called with the first loss; returns whether the backward hooks are called with it.
-        """
+    def finish(self, iteration: Iteration) -> Finish:
+        """Return the function that the last stage calls with the result of a micro-batch."""
         module, precision = self.module, self.trainer.precision_plugin
         averages = self.configuration.options.loss_reduction == "mean"
         accumulate = self.trainer.accumulate_grad_batches
-        started: list[None] = []
 
         def finish(n: int, i: int, result: Any) -> Tensor | None:
-            if i == 0 and zero_grad is not None:  # after the first forward and before all backwards, as on one device
-                with host_lent(), in_hook():
-                    zero_grad()
+            if i == 0 and iteration.clears is not None:
+                iteration.clears.end()  # after the first forward and before all backwards, as on one device
             weight = iteration.weighed()[n][i].weight
             if result is None or (averages and not weight):  # without weight the loss is a mean over nothing: NaN
                 self.models.replicas.check_trains(i)
@@ -331,12 +315,13 @@ class PipelineLoop:
             loss = trainable_loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
-            # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then
-            first = n == 0 and not started and calls_hooks(loss)
-            with self._hook_called() if first else quiet(self.trainer, "on_before_backward"):
+            # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then;
+            # for a batch that Lightning's loop has not reached, they are called when it has
+            calls_hooks = n == 0 and iteration.first_loss is None and iteration.progress is None
+            if n == 0 and iteration.first_loss is None:
+                iteration.first_loss = loss.detach()
+            with self._hook_called() if calls_hooks else quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            if n == 0:
-                started.append(None)
             return loss * weight if averages and weight != 1.0 else loss
 
         return finish

@@ -39,7 +39,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -312,16 +311,10 @@ class RollingOrder(IterationOrder):
         loop = self.loop
         if iteration.entries is None:
             iteration.entries = []
-            iteration.finish = loop.finish(iteration, calls_hooks=partial(self._announce_loss, iteration))
+            iteration.finish = loop.finish(iteration)
         schedule = loop.schedule(iteration.micro_batches[n], True)
         self._engine.begin([self._pipelines[n]], [schedule], [loop.task(iteration, n)])
         iteration.begun.add(n)
-
-    def _announce_loss(self, iteration: Iteration, loss: Tensor) -> bool:
-        """Return whether the hook before the backward is called now; of an early iteration, keep the loss for it."""
-        if iteration.progress is not None:
-            iteration.first_loss = loss.detach()
-        return iteration.progress is None
 
     def _end(self, iteration: Iteration, n: int) -> None:
         """Run until pipeline n has ended the iteration, and note whether its batch was skipped."""

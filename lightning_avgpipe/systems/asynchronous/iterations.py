@@ -30,8 +30,8 @@ from typing import Any
 
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
-from lightning_avgpipe.strategy.ahead import Overlap
-from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder, counters_after
+from lightning_avgpipe.strategy.ahead import Overlap, counters_after
+from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.systems.asynchronous.store import WeightStore
 from lightning_avgpipe.systems.asynchronous.stream import Stream
@@ -121,7 +121,8 @@ class AsynchronousOrder(IterationOrder):
         stream = self._stream
         assert stream is not None and loop.deployment.plan is not None
         self._read_ahead(stream, current.other_args)
-        current.finish = loop.finish(current, loop.clear_or_defer(drains=False))
+        loop.clear_or_defer(current, drains=False)
+        current.finish = loop.finish(current)
         loop.models.step_log.begin(len(parts))
         schedule, control = loop.schedule(parts, True), loop.schedule_control
         with control.iteration(self._task(current), [parts], loop.deployment.plan, schedule):
