@@ -22,8 +22,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.utils.lightning import (
     CombinedLoader,
@@ -236,12 +234,6 @@ class BundledLoader(CombinedLoader):
         """
         return self._epoch.bundles[ahead - 1] if self._reads(ahead - 1) else None
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether the next bundle is on the device already."""
-        bundles = self._epoch.bundles
-        return bool(bundles) and bundles[0].moved is not None
-
     def put_back(self) -> None:
         """Drop the copies of bundles on the device, so that each bundle is moved again when its iteration begins."""
         for bundle in self._epoch.bundles:
@@ -331,7 +323,7 @@ class Batches:
         self._cluster = context.cluster
         self._distributor = context.distributor
         self._others: list[Any] = []  # the batches of pipelines 1.. for this iteration
-        self._converts = False  # whether :meth:`_converted` runs, and not the conversion by Lightning's loop
+        self._before_transfer = context.module._on_before_batch_transfer
 
     @property
     def _queue(self) -> BundledLoader | None:
@@ -339,7 +331,14 @@ class Batches:
         loader = self._trainer.fit_loop._combined_loader
         return loader if isinstance(loader, BundledLoader) and self._trainer.training else None
 
-    def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+    def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Run the hook before a batch's transfer, unless it is in the queue: for these batches :meth:`_moved_all` does.
+
+        Lightning's loop calls this for each batch, and a batch in the queue may be on the device already.
+        """
+        return batch if self._queue is not None else self._before_transfer(batch, dataloader_idx)
+
+    def to_device(self, batch: Any, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks; :meth:`take` returns those of the others.
 
         Every process calls it; the reader sends the batches to the others.
@@ -347,19 +346,11 @@ class Batches:
         self.dataloader_idx = dataloader_idx
         queue = self._queue
         if queue is None:
-            return self._moved(batch, device, dataloader_idx, 0)
+            return self._moved(batch, dataloader_idx, 0)
         bundle = queue.take()
-        if bundle.moved is None:
-            bundle.moved = [self._moved(batch, device, dataloader_idx, 0)]
-            for n, (other, _, _) in enumerate(bundle.items[1:], 1):
-                bundle.moved.append(self._moved(self._converted(other), device, dataloader_idx, n))
-        batch, *self._others = bundle.moved
+        bundle.items[0] = (batch, 0, 0)  # the precision plugin has converted it
+        batch, *self._others = self._moved_all(bundle)
         return batch
-
-    @property
-    def skips_conversion(self) -> bool:
-        """Whether Lightning's loop must not convert the next batch of training, which is on the device already."""
-        return not self._converts and self._queue is not None and self._queue.is_moved
 
     def next(self, ahead: int) -> list[Any]:
         """Return the batches of a later iteration of training on this process's device; none at the end of the data.
@@ -372,13 +363,13 @@ class Batches:
         loader = self._trainer.fit_loop._combined_loader
         assert isinstance(loader, BundledLoader)
         bundle = loader.upcoming(ahead)
-        if bundle is None:
-            return []
+        return [] if bundle is None else self._moved_all(bundle)
+
+    def _moved_all(self, bundle: _Bundle) -> list[Any]:
+        """Return the batches of a bundle on the device, after all hooks that Lightning's loop calls before a step."""
         if bundle.moved is None:
-            bundle.moved = [
-                self._moved(self._converted(batch), None, 0, n) for n, (batch, _, _) in enumerate(bundle.items)
-            ]
-        return list(bundle.moved)
+            bundle.moved = [self._moved(self._converted(batch), 0, n) for n, (batch, _, _) in enumerate(bundle.items)]
+        return bundle.moved
 
     def put_back(self) -> None:
         """Drop batches that were moved to the device early; they are moved again when their iteration begins."""
@@ -387,19 +378,15 @@ class Batches:
             loader.put_back()
 
     def _converted(self, batch: Any) -> Any:
-        """Convert a batch as Lightning's loop converts pipeline 0's batch before its transfer."""
-        self._converts = True
-        try:
-            batch = self._trainer.precision_plugin.convert_input(batch)
-            return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        finally:
-            self._converts = False
+        """Convert a batch of training as Lightning does before its transfer; the hook runs on the reader only."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        return self._before_transfer(batch, 0) if self._cluster.reads else batch
 
-    def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
+    def _moved(self, batch: Any, dataloader_idx: int, pipeline: int) -> Any:
         """Return a batch on the device, after its transfer hooks, which run on the reader only."""
         reads = self._cluster.reads
         if reads:
-            module, device = self._trainer.lightning_module, device or self._cluster.device
+            module, device = self._trainer.lightning_module, self._cluster.device
             batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
         if self._cluster.group.world_size > 1 and not self._distributor.sends_when_read:
             batch = self._distributor.pass_on(batch)
@@ -413,4 +400,4 @@ class Batches:
 
     def copied(self, batch: Any) -> Any:
         """Return a copy of a training batch, as read, on the device after its transfer hooks. All processes call it."""
-        return self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)
+        return self._moved(self._converted(copy.deepcopy(batch)), 0, 0)

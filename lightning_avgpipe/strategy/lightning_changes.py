@@ -18,7 +18,6 @@ from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, reads_metrics, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, observed_call
@@ -122,19 +121,16 @@ def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacem
                 yield throughput, "available_flops", flops
 
 
-def adapting_to_overlap(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> AbstractContextManager[None]:
-    """Return a context in which no iteration overlaps the end of an epoch, and no batch is moved twice."""
-    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    run, before_transfer = loop.run, module._on_before_batch_transfer
+def ending_with_epoch(trainer: pl.Trainer, order: IterationOrder) -> AbstractContextManager[None]:
+    """Return a context in which no iteration overlaps the end of an epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    run = loop.run
 
     def run_epoch(*args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)
         order.put_back()
 
-    def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if batches.skips_conversion else before_transfer(batch, dataloader_idx)
-
-    return all_replaced([(loop, "run", run_epoch), (module, "_on_before_batch_transfer", on_before_batch_transfer)])
+    return replaced(loop, "run", run_epoch)
 
 
 def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContextManager[None]:

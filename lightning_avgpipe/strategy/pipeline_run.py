@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.engine.observer import Observers
@@ -111,7 +110,7 @@ class PipelineRun:
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order = order
-            self._undo.enter_context(changes.adapting_to_overlap(trainer, order, self.batches))
+            self._undo.enter_context(changes.ending_with_epoch(trainer, order))
         if fitting:
             commands.advise(trainer, cluster)
         if fitting and options.has_replicas(cluster.stage_map.replicas):
@@ -160,6 +159,7 @@ class PipelineRun:
         if fitting:
             optimization = PipelineOptimization(self.loop, self.absent_weights)
             enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))
+            enter(replaced(self.context.module, "_on_before_batch_transfer", self.batches.before_transfer))
             enter(changes.showing_reference(trainer, self.loop))
         if fitting or several:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.optimizers_stepping_with))
@@ -203,12 +203,12 @@ class PipelineRun:
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
-    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+    def batch_to_device(self, own: Own, batch: Any, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines."""
         if self.context.trainer.training:
             self.loop.end_iteration()  # the iteration has not ended if a hook has skipped its batch
             self.configuration.in_iteration = True
-        return self.batches.to_device(batch, device, dataloader_idx)
+        return self.batches.to_device(batch, dataloader_idx)
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of the tensors of a batch that the process with this rank needs; None if it needs all."""

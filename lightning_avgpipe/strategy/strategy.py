@@ -691,10 +691,10 @@ class AvgPipeStrategy(ParallelStrategy):
         Lightning sets ``_current_fx_name`` while it calls a hook, which shows whether user code calls this in another
         hook. Then the batch is only moved.
         """
-        own, module = super().batch_to_device, self._lightning_module
+        own, module = partial(super().batch_to_device, batch, device, dataloader_idx), self._lightning_module
         if self._run is None or module is None or module._current_fx_name != "batch_to_device":
-            return own(batch, device, dataloader_idx)
-        return self._run.batch_to_device(own, batch, device, dataloader_idx)
+            return own()
+        return self._run.batch_to_device(own, batch, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forwards and backwards of a batch; return what the step would return for it, detached."""

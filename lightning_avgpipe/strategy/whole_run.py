@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,9 +82,9 @@ class PassthroughRun:
         self._context.state.fill()
         own()
 
-    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+    def batch_to_device(self, own: Own, batch: Any, dataloader_idx: int) -> Any:
         """Move the batch to the device, with its transfer hooks."""
-        return own(batch, device, dataloader_idx)
+        return own()
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's own step."""
@@ -162,9 +161,9 @@ class WholeRun(PassthroughRun):
     def model_to_device(self, own: Own) -> None:
         """Do nothing: weights are moved once the module is divided."""
 
-    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+    def batch_to_device(self, own: Own, batch: Any, dataloader_idx: int) -> Any:
         """Return the reader's batch on every rank's device, after its transfer hooks."""
-        return self._batches.to_device(batch, device, dataloader_idx)
+        return self._batches.to_device(batch, dataloader_idx)
 
     # -- lockstep ----------------------------------------------------------------------------------------------------
 
