@@ -34,7 +34,7 @@ from lightning_avgpipe.planning.memory import Holding, holdings
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.state.untouched import unchanged, untouched
 from lightning_avgpipe.strategy.hooks import changes_batches
-from lightning_avgpipe.strategy.iteration import Works
+from lightning_avgpipe.strategy.iteration import STEP, Works
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import ScheduleRequest
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -49,22 +49,16 @@ _TIMES = 3  # timed repetitions of an optimizer step; the first also makes the o
 _SUMS = 2  # timed sums over tied parameters, few since these may be large; the first also connects the processes
 
 
-class _Prepared(Exception):
-    """Raised to end an iteration before its first action, once the stages are made."""
-
-
 class _Trials(ScheduleControl):
     """A schedule control for trial iterations, separate from that of training.
 
     Attributes:
         planned_microbatches: number of micro-batches of the batch from which the plan was made.
-        runs: whether iterations run; otherwise they end when the stages are made.
         metered: whether memory is measured.
         kept: memory that the stages of this process kept in the last measured iteration; None if it was not measured.
     """
 
     planned_microbatches = 1
-    runs = False
     metered = False
     kept: dict[int, Kept] | None = None
 
@@ -73,9 +67,7 @@ class _Trials(ScheduleControl):
 
     @contextlib.contextmanager
     def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
-        """Run a trial iteration within this context; raise ``_Prepared`` if only the stages are wanted, made by now."""
-        if not self.runs:
-            raise _Prepared
+        """Run a trial iteration within this context."""
         meter = self._meter(task, plan) if self.metered else None
         with self.observers.with_added(*([] if meter is None else [meter])):
             yield
@@ -115,8 +107,8 @@ class Rehearsal:
         """Make the stages, as the first iteration of training would."""
         self.planned_microbatches = num_microbatches
         setting = Setting(self.planned_microbatches, schedule=str(self.pipeline_run.configuration.options.schedule))
-        with contextlib.suppress(_Prepared):
-            self._step(setting, self._trials(setting))
+        loop, (batches, rest) = self.pipeline_run.loop, self._begin(setting, self._trials(setting))
+        loop.prepare(loop.new_iteration(STEP, batches, rest))
 
     def run(self, setting: Setting) -> Recording:
         """Run one iteration of one pipeline without an optimizer step, and return its recording.
@@ -126,11 +118,10 @@ class Rehearsal:
         """
         cluster = self.pipeline_run.cluster
         trials = self._trials(setting)
-        trials.runs = True
         self.pipeline_run.models.clear_gradients(partial(nn.Module.zero_grad, self._module))
         recorder = Recorder(cluster.world.rank, cluster.device)
         with trials.observers.with_added(recorder, MemoryGuard()):
-            self._step(setting, trials)
+            self.pipeline_run.loop.order.train(*self._begin(setting, trials))
         return recorder.finish(ClockOffset(), cluster.waits.timeout_s)
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:
@@ -142,9 +133,9 @@ class Rehearsal:
             MemoryShortage: see :meth:`run`.
         """
         trials = self._trials(setting)
-        trials.runs = trials.metered = True
+        trials.metered = True
         with trials.observers.with_added(MemoryGuard()):
-            self._step(setting, trials)
+            self.pipeline_run.loop.order.train(*self._begin(setting, trials))
         return trials.kept
 
     def step_s(self, after: Callable[[], None]) -> float:
@@ -230,7 +221,8 @@ class Rehearsal:
         trials.planned_microbatches = self.planned_microbatches
         return trials
 
-    def _step(self, setting: Setting, trials: _Trials) -> None:
+    def _begin(self, setting: Setting, trials: _Trials) -> tuple[list[Any], tuple[Any, ...]]:
+        """Begin an iteration, and return its batches and the other arguments of the step."""
         run, configuration, m = self.pipeline_run, self.pipeline_run.configuration, setting.num_microbatches
         configuration.options = replace(configuration.options, num_pipelines=1, num_microbatches=m)
         run.loop.schedule_control = trials
@@ -239,7 +231,7 @@ class Rehearsal:
         self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
         _, *rest = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values()
-        run.loop.order.train([batch], tuple(rest))
+        return [batch], tuple(rest)
 
     def _now(self) -> float:
         port_of(self.pipeline_run.cluster.device).synchronize()
