@@ -16,7 +16,7 @@ import logging
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
@@ -37,10 +37,10 @@ from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
 
 _log = logging.getLogger(__name__)
 
-# (shape, advance) for each new decision, and (stage, peak bytes) for each new measurement; None if nothing is new.
-Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
-# (number, seconds) for each iteration; (number, stage, footprint values) for each measurement of memory.
-Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
+# shape -> advance for each new decision, and stage -> peak bytes for each new measurement; None if nothing is new.
+Decisions = tuple[dict[IterationShape, int], dict[int, int]] | None
+# (number, seconds) for each iteration; (number, stage, footprint) for each measurement of memory.
+Report = tuple[Sequence[tuple[int, float]], Sequence[tuple[int, int, Footprint]]]
 
 
 class ScheduleControl:
@@ -74,7 +74,7 @@ class ScheduleControl:
         self._stopwatch = Stopwatch(self._cluster.device)
         self._number = 0  # of the last iteration of training
         self._follows = False  # whether nothing else has run since that iteration
-        self._measured: list[Any] = []  # (number of the iteration, stage, footprint values), until they are reported
+        self._measured: list[tuple[int, int, Footprint]] = []  # until they are reported; see Report
         self._loaded: dict[str, Any] | None = None
         self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
         # on rank 0
@@ -142,7 +142,7 @@ class ScheduleControl:
             yield
         if meter is not None:
             found = self._footprints(meter, plan, schedule, len(works[0]))
-            self._measured += [(self._number, k, f.peak, f.high_water, f.changes) for k, f in found.items()]
+            self._measured += [(self._number, k, footprint) for k, footprint in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)
         ordinary = self._follows and meter is None and not [*self.observers] and size == known.largest
@@ -177,8 +177,8 @@ class ScheduleControl:
     def accept(self, news: Decisions) -> None:
         """Apply rank 0's decisions. Every rank calls it after the same iteration."""
         if news is not None:
-            for *values, advance in news[0]:
-                self._shapes[IterationShape(*values)].advance = advance
+            for shape, advance in news[0].items():
+                self._shapes[shape].advance = advance
             self.peaks.update(news[1])
 
     def log(self, trainer: pl.Trainer) -> None:
@@ -266,13 +266,13 @@ class ScheduleControl:
         for number, seconds in times:
             if number in self._ran:  # otherwise the iteration ran with an earlier plan
                 self._ran[number].times[rank] = seconds
-        for number, stage, *values in footprints:
+        for number, stage, found in footprints:
             if number not in self._ran:
                 continue
             replica, _ = self._cluster.stage_map.share(stage, rank)
             if replica == 0:  # other replicas have as many micro-batches, or one less
-                self._shapes[self._ran[number].shape].footprints[stage] = Footprint(*values)
-            self._reported_peaks[stage] = max(values[0], self._reported_peaks.get(stage, 0)) if replica else values[0]
+                self._shapes[self._ran[number].shape].footprints[stage] = found
+            self._reported_peaks[stage] = max(found.peak, self._reported_peaks.get(stage, 0)) if replica else found.peak
 
     def _decide(self) -> Decisions:
         """Evaluate the iterations that every rank has reported; return what is new for all ranks."""
@@ -282,9 +282,8 @@ class ScheduleControl:
             for shape, known in self._shapes.items():
                 if known.decided is None and len(known.footprints) == shape.num_stages:
                     known.decided = self._first(self._controller, shape)
-        decided = ((shape, known.decided) for shape, known in self._shapes.items() if known.decided != known.advance)
-        new = tuple((*astuple(shape), advance) for shape, advance in decided if advance is not None)
-        higher = tuple((k, peak) for k, peak in self._reported_peaks.items() if self.peaks.get(k) != peak)
+        new = {s: known.decided for s, known in self._shapes.items() if known.decided not in (None, known.advance)}
+        higher = {k: peak for k, peak in self._reported_peaks.items() if self.peaks.get(k) != peak}
         return (new, higher) if new or higher else None
 
     def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
