@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -233,42 +233,19 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
         OSError: writing failed, for example on a full disk. The message has the reason, which that of torch.save may
             not give, and ``target``, the final path of the file.
     """
-    failed: list[OSError] = []
     try:
         with path.open("wb") as file:
-            torch.save(content, cast(IO[bytes], _Noting(file, failed)))
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
     except Exception as raised:
-        error = raised if isinstance(raised, OSError) else failed[0] if failed else None
+        error: BaseException | None = raised
+        while error is not None and not isinstance(error, OSError):
+            error = error.__context__  # torch.save closes its archive after an error, which raises another one
         if error is None:
             raise
         reason = error.strerror or str(error)
         raise OSError(error.errno, f"cannot write the checkpoint: {reason}", str(target)) from raised
-
-
-class _Noting:
-    """A file that records errors of the file system, since torch.save may hide them behind errors of its own."""
-
-    def __init__(self, file: IO[bytes], failed: list[OSError]) -> None:
-        self._file = file
-        self._failed = failed
-
-    def write(self, data: Any) -> int:
-        with self._noting():
-            return self._file.write(data)
-
-    def flush(self) -> None:
-        with self._noting():
-            self._file.flush()
-
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._failed.append(error)
-            raise
 
 
 # -- replacing -------------------------------------------------------------------------------------------------------
