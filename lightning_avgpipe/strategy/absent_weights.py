@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.strategy import hooks
-from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
+from lightning_avgpipe.strategy.state_of_stages import StateOfSteps
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.lightning import is_overridden, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced

@@ -36,7 +36,7 @@ from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Finish
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.state_of_units import StateOfUnits
+from lightning_avgpipe.strategy.state_of_stages import StateOfUnits
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree

@@ -28,7 +28,7 @@ from lightning_avgpipe.strategy.metric_objects import set_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
+from lightning_avgpipe.strategy.state_of_stages import StateOfSteps
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.training.stepping import scaling_together

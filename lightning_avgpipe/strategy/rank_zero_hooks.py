@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,27 +19,22 @@ from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS
-from lightning_avgpipe.state.outside import outside_variables, variable
-from lightning_avgpipe.state.parcel import Packer
-from lightning_avgpipe.state.snapshot import Snapshot, assign, keys_leading_to
+from lightning_avgpipe.state.outside import outside_variables
+from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.hooks import WITH_RESULTS
 from lightning_avgpipe.strategy.metric_objects import metrics_of
+from lightning_avgpipe.strategy.state_of_stages import LARGEST, AttributePacker, Gone
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE, is_overridden, pl
 from lightning_avgpipe.utils.names import is_within, joined, listed
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
-from lightning_avgpipe.utils.placeholder import Absent
-from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
 
-LARGEST = 2**20  # bytes; larger values of attributes that a step reads on other processes are not sent
-_LARGE = 2**16  # the same for all other attributes, which may grow with every batch
+_LARGE = 2**16  # bytes; larger values of attributes that no step reads elsewhere are not sent: they may grow
 _MISSING = object()
 _OPTIMIZER = "optimizer"
-
-Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
 def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
@@ -67,7 +61,7 @@ class _Hooks:
         # metric objects are left out: their states stay on rank 0
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
-        self._packer = Packer(module)
+        self._packer = AttributePacker(module, self._cluster.device)
 
     def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that every process calls: rank 0 runs the user's hook, the others wait for its changes.
@@ -172,30 +166,9 @@ class _Hooks:
         for (owner, name), value in settings.items():
             vars(owners[owner])[name] = value
         for (path, attribute), *content in news:
-            accept(self._module, (path, attribute), unpacked(self._packer, content, self._cluster.device))
+            self._packer.accept((path, attribute), self._packer.unpack(content))
         if optimization is not None:
             _accept_optimization(self._trainer, optimization)
-
-
-def accept(root: nn.Module, key: Key, value: Any) -> None:
-    """Set an attribute, a buffer, or a variable outside of modules to a value that another process has sent.
-
-    For a parameter the value is its ``requires_grad``. Buffers and mutable objects are changed in place, if possible.
-    """
-    path, name = key
-    module, held = root.get_submodule(path), variable(root, path, name)
-    parameter, buffer = module._parameters.get(name), module._buffers.get(name)
-    if isinstance(value, _Gone):
-        held.put({})
-    elif parameter is not None:
-        parameter.requires_grad_(value)
-    elif isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
-        with torch.no_grad():
-            buffer.copy_(value)
-    elif name in module._buffers:
-        module._buffers[name] = value
-    elif not assign(held.state().get("value"), value):
-        held.put({"value": value})
 
 
 def _check_writes(hook: str, lost: Collection[str]) -> None:
@@ -276,14 +249,10 @@ class _Save(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Gone:
-    """A message in place of the value of an attribute that was deleted."""
-
-
 class _Attributes:
     """The state before a hook: attributes, buffers, ``requires_grad`` of parameters, and variables outside modules."""
 
-    def __init__(self, modules: dict[str, nn.Module], packer: Packer) -> None:
+    def __init__(self, modules: dict[str, nn.Module], packer: AttributePacker) -> None:
         self._modules, self._packer = modules, packer
         self._variables = outside_variables(modules[""])
         self._held = self._holds()
@@ -318,7 +287,7 @@ class _Attributes:
                 continue
             must = key in needed
             try:
-                content = packed(self._packer, _Gone() if value is _MISSING else value, LARGEST if must else _LARGE)
+                content = self._packer.pack(Gone() if value is _MISSING else value, LARGEST if must else _LARGE)
             except Exception as error:  # pickling runs code of the objects, which may raise any error
                 if not must:
                     continue  # no other process reads the attribute
@@ -329,30 +298,6 @@ class _Attributes:
                 ) from error
             found.append((key, *content))
         return found
-
-
-def packed(packer: Packer, value: Any, most: int) -> Packed:
-    """Return a value in a form that can be sent: pickled without its tensors, and copies of these on the host.
-
-    Raises:
-        Exception: it cannot be pickled, holds tensors that cannot be sent, or has more than ``most`` bytes.
-    """
-    content, tensors = packer.pickled(value)
-    if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
-        raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
-    if not all(map(is_strided, tensors)):
-        raise pickle.PicklingError("it holds a sparse or nested tensor")
-    size = len(content) + sum(map(tensor_bytes, tensors))
-    if size > most:
-        raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
-    return content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
-
-
-def unpacked(packer: Packer, content: Sequence[Any], device: torch.device) -> Any:
-    """Return the value that another process has packed; tensors from its device are put on this process's device."""
-    pickled, tensors, on_host = content
-    here = [t if of_host else t.to(device) for t, of_host in zip(tensors, on_host, strict=True)]
-    return packer.unpickled(pickled, here)
 
 
 def _trained(module: nn.Module) -> dict[str, bool]:

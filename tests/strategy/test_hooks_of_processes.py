@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.state.outside import names_in
-from lightning_avgpipe.strategy import state_of_steps
+from lightning_avgpipe.strategy import state_of_stages
 from tests import processes
 from tests.comparing import assert_equal
 from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped
@@ -418,7 +418,7 @@ def searches_of_code(devices: int, epochs: int) -> int:
         return names_in(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_of_steps, "names_in", counted)
+        patch.setattr(state_of_stages, "names_in", counted)
         piped(Slowed(), 2, devices, {"max_epochs": epochs})
     return len(searched)
 
