@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,71 +17,60 @@ from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, reads_metrics, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, observed_call
 from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of, set_device
-from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.stepping import NormsOverStages, without_gradients
 from lightning_avgpipe.utils.lightning import (
+    WEIGHT_AVERAGING,
     BaseFinetuning,
     BasePredictionWriter,
     ModelCheckpoint,
     RunningStage,
+    StochasticWeightAveraging,
     ThroughputMonitor,
+    TrainerFn,
     grad_norm,
     is_overridden,
     pl,
     result,
 )
-from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop
+from lightning_avgpipe.weights.initialisation import on_meta
+from lightning_avgpipe.weights.ownership import give_up
 
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
     """Within this context ``self.log`` collects over micro-batches, and metric objects work on the last stage."""
-    module = trainer.lightning_module
+    module, values = trainer.lightning_module, step_log.batch_values
     looks: list[Replacement] = [(module, "print", observed_call(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):
         looks.append((module, "log_dict", observed_call(module.log_dict)))
-    values, training = step_log.batch_values, lambda: bool(trainer.training)
     where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.lacks_results}
-    metrics = local_metrics(metrics_of(module), values, leaders, training, **where)
-    with intercepting(), all_replaced([(module, "log", step_log.__call__), *looks]), metrics:
+    metrics = local_metrics(metrics_of(module), values, leaders, lambda: bool(trainer.training), **where)
+    with intercepting(), all_replaced([(module, "log", step_log.__call__), *looks]), all_replaced(metrics):
         yield
 
 
-def syncing_metrics_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Return a context within which metrics are synced after the module's ``on_train_epoch_end``.
+def syncing_metrics(trainer: pl.Trainer, sync: Callable[[], None]) -> Iterator[Replacement]:
+    """Yield replacements with which metrics are synced before each hook that may read what an earlier hook has logged.
 
-    Callbacks that monitor a metric run next, and all ranks must decide by the same values.
-    """
-    connector, module = trainer._logger_connector, trainer.lightning_module
-    epoch_end = module.on_train_epoch_end
-    assert isinstance(connector, SyncedLoggerConnector)
-
-    def on_train_epoch_end() -> None:
-        epoch_end()
-        if module._current_fx_name == "on_train_epoch_end":  # not where another hook calls this one
-            connector.sync()
-
-    return replaced(module, "on_train_epoch_end", on_train_epoch_end)
-
-
-def syncing_metrics_between_hooks(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context within which metrics are synced before each hook that may read what an earlier hook has logged.
-
-    At the end of a batch these are user callbacks after the first, schedulers that monitor a metric, which step after
-    the module's hook, and Lightning's checkpoint callbacks, which come last.
+    At the end of an epoch these are callbacks that monitor a metric, after the module's ``on_train_epoch_end``: all
+    ranks must decide by the same values. At the end of a batch they are user callbacks after the first, schedulers that
+    monitor a metric, which step after the module's hook, and Lightning's checkpoint callbacks, which come last.
 
     Args:
         trainer: trainer of the run.
         sync: sends rank 0's metrics to all ranks.
     """
-    connector, at_end = trainer._logger_connector, "on_train_batch_end"
+    connector, module, at_end = trainer._logger_connector, trainer.lightning_module, "on_train_batch_end"
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    end_batch, end_epoch = connector.on_batch_end, module.on_train_epoch_end
 
     def after_syncing(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -97,17 +85,23 @@ def syncing_metrics_between_hooks(trainer: pl.Trainer, sync: Callable[[], None])
             sync()
         end_batch()
 
-    end_batch = connector.on_batch_end
-    replacements = [(c, name, after_syncing(getattr(c, name))) for c, name in callbacks_reading_metrics(trainer)]
+    def on_train_epoch_end() -> None:
+        end_epoch()
+        if module._current_fx_name == "on_train_epoch_end":  # not where another hook calls this one
+            sync()
+
+    for callback, name in callbacks_reading_metrics(trainer):
+        yield callback, name, after_syncing(getattr(callback, name))
     checkpoints = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
     if any(owner not in checkpoints for owner, _ in users_hooks(trainer, [at_end])):
         if reads_metrics(trainer) or any(
             one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs
         ):
-            replacements.append((connector, "on_batch_end", on_batch_end))
+            yield connector, "on_batch_end", on_batch_end
         deciding = [c for c in checkpoints if c._every_n_train_steps or c._train_time_interval is not None]
-        replacements += [(c, at_end, after_syncing(c.on_train_batch_end)) for c in deciding[:1]]
-    return all_replaced(replacements)
+        for checkpoint in deciding[:1]:
+            yield checkpoint, at_end, after_syncing(checkpoint.on_train_batch_end)
+    yield module, "on_train_epoch_end", on_train_epoch_end
 
 
 def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:
@@ -121,8 +115,8 @@ def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacem
                 yield throughput, "available_flops", flops
 
 
-def ending_with_epoch(trainer: pl.Trainer, order: IterationOrder) -> AbstractContextManager[None]:
-    """Return a context in which no iteration overlaps the end of an epoch."""
+def ending_with_epoch(trainer: pl.Trainer, order: IterationOrder) -> Iterator[Replacement]:
+    """Yield a replacement with which no iteration overlaps the end of an epoch."""
     loop = trainer.fit_loop.epoch_loop
     run = loop.run
 
@@ -130,11 +124,11 @@ def ending_with_epoch(trainer: pl.Trainer, order: IterationOrder) -> AbstractCon
         run(*args, **kwargs)
         order.put_back()
 
-    return replaced(loop, "run", run_epoch)
+    yield loop, "run", run_epoch
 
 
-def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContextManager[None]:
-    """Return a context in which validation sees the reference, and models step with pipeline 0's hyper-parameters."""
+def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> Iterator[Replacement]:
+    """Yield replacements with which validation sees the reference, and models step with pipeline 0's settings."""
     module, parallel = trainer.lightning_module, loop.deployment.parallel
     validation, clip = trainer.fit_loop.epoch_loop.val_loop, module.configure_gradient_clipping
     begin, end = validation._on_evaluation_model_eval, validation._on_evaluation_model_train
@@ -156,17 +150,13 @@ def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContex
             parallel.ensemble.optimizers.follow()
         return clip(optimizer, *args, **kwargs)
 
-    return all_replaced(
-        [
-            (validation, "_on_evaluation_model_eval", on_evaluation_model_eval),
-            (validation, "_on_evaluation_model_train", on_evaluation_model_train),
-            (module, "configure_gradient_clipping", configure_gradient_clipping),
-        ]
-    )
+    yield validation, "_on_evaluation_model_eval", on_evaluation_model_eval
+    yield validation, "_on_evaluation_model_train", on_evaluation_model_train
+    yield module, "configure_gradient_clipping", configure_gradient_clipping
 
 
-def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Return a context in which example inputs are moved to where the weights are, even before these are on the device.
+def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], bool]) -> Iterator[Replacement]:
+    """Yield a replacement that moves example inputs to where the weights are, even before these are on the device.
 
     Lightning's model summary calls the module with ``example_input_array`` before the first batch.
 
@@ -182,17 +172,17 @@ def examples_beside_weights(module: pl.LightningModule, has_plan: Callable[[], b
             device = parameter.device
         return move(batch, device, dataloader_idx)
 
-    return replaced(module, "_apply_batch_transfer_handler", beside)
+    yield module, "_apply_batch_transfer_handler", beside
 
 
-def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Return a context within which evaluation runs without gradients, but not in inference mode.
+def without_inference_mode(trainer: pl.Trainer) -> Iterator[Replacement]:
+    """Yield replacements with which evaluation runs without gradients, but not in inference mode.
 
     Tensors that were made in inference mode have no version counter, so writes to them cannot be followed, for example
     in a step that fills one with values of several stages. Lightning does the same for FSDP and for gloo.
     """
-    loops = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-    return all_replaced((loop, "inference_mode", False) for loop in loops)
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        yield loop, "inference_mode", False
 
 
 @contextlib.contextmanager
@@ -215,7 +205,7 @@ def adapting_to_processes(
     trainer._logger_connector = connector
     try:
         share = _share_of_process(trainer, cluster, sends_when_read)
-        with all_replaced([*share, *averaging_parts(trainer, deployment)]):
+        with all_replaced([*share, *_averaging_parts(trainer, deployment)]):
             yield
     finally:
         trainer._logger_connector = connector.detach()
@@ -246,8 +236,8 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 
 def gathering_weights_at_end(
     trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
-) -> AbstractContextManager[None]:
-    """Return a context in which each process has all weights during the user's hooks ``on_train_end``, as with ddp.
+) -> Iterator[Replacement]:
+    """Yield a replacement that gives each process all weights during the hooks ``on_train_end``, as with ddp.
 
     Args:
         trainer: trainer that trains.
@@ -268,25 +258,21 @@ def gathering_weights_at_end(
             ends()
         set_device(module, cluster.device)
 
-    return replaced(trainer.fit_loop, "on_run_end", on_run_end)
+    yield trainer.fit_loop, "on_run_end", on_run_end
 
 
-def clipping(trainer: pl.Trainer, norms: NormsOverStages) -> AbstractContextManager[None]:
-    """Return a context within which hooks clip gradients by norms over all stages, and ``grad_norm`` reports these."""
+def clipping(trainer: pl.Trainer, norms: NormsOverStages) -> Iterator[Replacement]:
+    """Yield replacements with which hooks clip gradients by norms over all stages, and ``grad_norm`` reports these.
+
+    Every rank runs the hooks that may clip gradients or take their norms.
+    """
     module = trainer.lightning_module
-    return all_replaced(
-        (owner, name, _with_norms(getattr(owner, name), module, norms)) for owner, name in _clipping_hooks(trainer)
-    )
-
-
-def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Yield (owner, name) for each hook that may clip gradients or take their norms; every rank runs these hooks."""
-    yield trainer.lightning_module, "configure_gradient_clipping"
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    hooks: list[tuple[Any, str]] = [(module, "configure_gradient_clipping")]
     for name in ("on_after_backward", "on_before_optimizer_step"):
-        yield trainer.lightning_module, name
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if is_overridden(name, callback, pl.Callback):
-                yield callback, name
+        hooks += [(module, name), *((c, name) for c in callbacks if is_overridden(name, c, pl.Callback))]
+    for owner, name in hooks:
+        yield owner, name, _with_norms(getattr(owner, name), module, norms)
 
 
 def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, norms: NormsOverStages) -> Callable[..., Any]:
@@ -307,6 +293,84 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, norms: Nor
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
+
+
+# -- averages of weights: each process averages the weights that it holds ----------------------------------------------
+
+
+def _averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements that divide averages of weights among the processes as the weights are, and save them whole.
+
+    Raises:
+        ConfigurationError: the callback copies the weights before training, but they are on the meta device.
+    """
+    module, holdings = trainer.lightning_module, deployment.holdings
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            if trainer.state.fn == TrainerFn.FITTING and on_meta(module):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} copies the weights before training, but those of "
+                    f"{type(module).__name__} are on the meta device until then; build it with contents, or remove the "
+                    "callback"
+                )
+            holdings.copies.append(partial(getattr, callback, "_average_model"))
+            yield from _from_an_epoch_on(callback, module, deployment)
+        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None if not training
+            holdings.copies.append(partial(getattr, callback._average_model, "module"))
+            yield from _from_the_start_on(callback, module, deployment)
+
+
+def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements for a callback whose average begins during training, as a copy of the divided module."""
+    state_dict, average = callback.state_dict, callback._average_model
+
+    def whole_state_dict() -> dict[str, Any]:
+        state: dict[str, Any] = state_dict()
+        if callback._average_model is not None:
+            state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
+        return state
+
+    mean = callback._avg_fn  # may be the user's, which may need the numbers in a tensor
+
+    def mean_of_present(averaged: Tensor, *others: Any) -> Tensor:
+        return averaged if averaged.is_meta else mean(averaged, *others)
+
+    yield callback, "_avg_fn", mean_of_present
+    for name in ("update_parameters", "transfer_weights"):
+        yield callback, name, _on_part(getattr(callback, name), module, lambda: callback._average_model)
+    yield callback, "state_dict", whole_state_dict
+    if average is not None:
+        yield average, "to", partial(_move, average)
+
+
+def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements for a callback whose average exists before the module is divided, and is divided with it."""
+    average = callback._average_model
+
+    def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
+        return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
+
+    swap, put, update = "_swap_models", "_copy_average_to_current", "update_parameters"
+    for owner, name in ((callback, swap), (callback, put), (average, update)):
+        yield owner, name, _on_part(getattr(owner, name), module, lambda: average.module)
+    yield average, "state_dict", _on_part(state_dict, module, lambda: average.module)
+
+
+def _on_part(function: Callable[..., Any], module: nn.Module, copy: Callable[[], nn.Module]) -> Callable[..., Any]:
+    """Return a function that first drops the parameters from the copy that the module no longer has, then runs."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        give_up(copy(), [name for name, parameter in module.named_parameters() if parameter.is_meta])
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _move(average: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move the part of an average that this process holds: the average may already be divided when the epoch begins."""
+    return average._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 # -- norms that user code takes ----------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import Replacement, all_replaced
+from lightning_avgpipe.utils.patching import Replacement
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -109,8 +108,8 @@ def local_metrics(
     training: Callable[[], bool],
     in_step: Callable[[], bool] = lambda: False,
     elsewhere: Callable[[], bool] = lambda: False,
-) -> AbstractContextManager[None]:
-    """Return a context within which metric objects are updated on the process of the last stage only.
+) -> Iterator[Replacement]:
+    """Yield replacements with which metric objects are updated on the process of the last stage only.
 
     A call within a step only observes values: it runs once per micro-batch, on the process that has them. In training,
     ``compute`` synchronises the processes of all groups' last stages; in evaluation it does not communicate, since
@@ -144,12 +143,10 @@ def local_metrics(
     def are_several() -> bool:
         return leaders.world_size > 1 and training()
 
-    replacements: list[Replacement] = []
     for metric in metrics:
-        replacements.append((metric, "update", observed_call(metric, metric.update)))
-        replacements.append((metric, "forward", observed_call(metric, _noted(metric, metric.forward, values))))
-    replacements.append((Metric, "sync", _syncing(metrics, are_several, gather)))
-    return all_replaced(replacements)
+        yield metric, "update", observed_call(metric, metric.update)
+        yield metric, "forward", observed_call(metric, _noted(metric, metric.forward, values))
+    yield Metric, "sync", _syncing(metrics, are_several, gather)
 
 
 def _syncing(

@@ -110,7 +110,7 @@ class PipelineRun:
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order = order
-            self._undo.enter_context(changes.ending_with_epoch(trainer, order))
+            self._undo.enter_context(all_replaced(changes.ending_with_epoch(trainer, order)))
         if fitting:
             commands.advise(trainer, cluster)
         if fitting and options.has_replicas(cluster.stage_map.replicas):
@@ -154,26 +154,25 @@ class PipelineRun:
         if cluster.group.world_size > 1:  # first, since later replacements would be taken for the user's own hooks
             enter(all_replaced(self.absent_weights.replacements()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
-        enter(changes.without_inference_mode(trainer))
-        enter(changes.examples_beside_weights(self.context.module, lambda: deployment.plan is not None))
+        enter(all_replaced(changes.without_inference_mode(trainer)))
+        enter(all_replaced(changes.examples_beside_weights(self.context.module, lambda: deployment.plan is not None)))
         if fitting:
             optimization = PipelineOptimization(self.loop, self.absent_weights)
             enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))
             enter(replaced(self.context.module, "_on_before_batch_transfer", self.batches.before_transfer))
-            enter(changes.showing_reference(trainer, self.loop))
+            enter(all_replaced(changes.showing_reference(trainer, self.loop)))
         if fitting or several:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.optimizers_stepping_with))
         if not several:
             return
         enter(changes.adapting_to_processes(trainer, cluster, deployment, self.context.distributor.sends_when_read))
-        enter(changes.syncing_metrics_between_hooks(trainer, self._sync_metrics))
         if cluster.group.world_size > 1:
             enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
-            enter(changes.clipping(trainer, self.models.norms))
+            enter(all_replaced(changes.clipping(trainer, self.models.norms)))
             if fitting:
                 drain = self.context.state.drain
-                enter(changes.gathering_weights_at_end(trainer, cluster, deployment, drain))
-        enter(changes.syncing_metrics_at_epoch_end(trainer))
+                enter(all_replaced(changes.gathering_weights_at_end(trainer, cluster, deployment, drain)))
+        enter(all_replaced(changes.syncing_metrics(trainer, self._sync_metrics)))
 
     def _sync_metrics(self) -> None:
         """Send rank 0's metrics to all processes. A process that waits for them runs actions that are ready."""

@@ -129,17 +129,16 @@ class WholeRun(PassthroughRun):
         deployment = self._deployment = deploy(context)
         context.state.begin(deployment)
         enter(intercepting())
-        enter(local_metrics(metrics_of(self._module), BatchValues(), cluster.leaders, lambda: False))
+        enter(all_replaced(local_metrics(metrics_of(self._module), BatchValues(), cluster.leaders, lambda: False)))
         enter(all_replaced(self._in_lockstep()))
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.adapting_to_processes(trainer, cluster, deployment, context.distributor.sends_when_read))
-        enter(changes.gathering_weights_at_end(trainer, cluster, deployment, context.state.drain))
-        enter(changes.without_inference_mode(trainer))
-        enter(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None))
+        enter(all_replaced(changes.gathering_weights_at_end(trainer, cluster, deployment, context.state.drain)))
+        enter(all_replaced(changes.without_inference_mode(trainer)))
+        enter(all_replaced(changes.examples_beside_weights(self._module, lambda: self._lockstep is not None)))
         guarded = self.absent_weights.replacements()
         enter(all_replaced(each for each in guarded if each[0] is not self._module))  # its hooks run in lockstep
-        enter(changes.syncing_metrics_at_epoch_end(trainer))
-        enter(changes.syncing_metrics_between_hooks(trainer, self._connector.sync))
+        enter(all_replaced(changes.syncing_metrics(trainer, self._connector.sync)))
         self._undo.callback(give_back, context, deployment)
 
     def _divide(self) -> dict[str, int]:
