@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_avgpipe.callbacks.folder import publish, write
+from lightning_avgpipe.callbacks.common import pipeline_strategy, publish, write
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.engine.recording import Recorder, assemble
@@ -19,14 +19,7 @@ from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.allowed import Count, check, directory, documented, optional, whole
-from lightning_avgpipe.utils.lightning import (
-    Callback,
-    get_filesystem,
-    pl,
-    rank_zero_info,
-    rank_zero_warn,
-    refuse_other,
-)
+from lightning_avgpipe.utils.lightning import Callback, get_filesystem, pl, rank_zero_info, rank_zero_warn
 
 _ALLOWED = {
     "every_n_steps": whole(1, 1_000_000_000, 100),
@@ -67,13 +60,8 @@ class PipelineTimeline(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the run can be recorded, before training starts."""
-        refuse_other("The Trainer", trainer)
-        if not isinstance(trainer.strategy, AvgPipeStrategy):
-            raise ConfigurationError(
-                f"PipelineTimeline records the stages of a pipeline, but the strategy is "
-                f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
-            )
-        options = trainer.strategy.options
+        strategy = pipeline_strategy(trainer, "PipelineTimeline records the stages of")
+        options = strategy.options
         if not options.policy.drains:
             raise ConfigurationError(
                 f"PipelineTimeline with weight_policy={options.weight_policy!r}: batches overlap on the stages, so "
@@ -81,9 +69,9 @@ class PipelineTimeline(Callback):
                 "--policy"
             )
         picture.require_matplotlib()
-        if trainer.strategy.whole is not None:
-            rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")
-        elif trainer.strategy.passthrough:
+        if strategy.whole is not None:
+            rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {strategy.whole}")
+        elif strategy.passthrough:
             rank_zero_warn(
                 "PipelineTimeline writes nothing: one device, one stage and one micro-batch are not a pipeline"
             )

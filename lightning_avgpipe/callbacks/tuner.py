@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe.callbacks.folder import publish, write
+from lightning_avgpipe.callbacks.common import pipeline_strategy, publish, write
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import picture
@@ -40,7 +40,6 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_info,
     rank_zero_warn,
-    refuse_other,
 )
 
 _FEWEST_BATCHES = 4
@@ -136,19 +135,13 @@ class AvgPipeTuner(Callback):
         self.dirpath = dirpath
         check(_ALLOWED, {name: getattr(self, name) for name in _ALLOWED}, "AvgPipeTuner")
         self.result: Result | None = None
-        self._strategy: AvgPipeStrategy | None = None
+        self._strategy: AvgPipeStrategy | None = None  # that of a training run whose setting is not known yet
         self._begun = False
         self._counted = False  # whether user code, such as configure_optimizers, has read the number of iterations
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the run can be tuned, before training starts, and arrange to be given its first batch."""
-        refuse_other("The Trainer", trainer)
-        strategy = trainer.strategy
-        if not isinstance(strategy, AvgPipeStrategy):
-            raise ConfigurationError(
-                f"AvgPipeTuner tunes a pipeline, but the strategy is {type(strategy).__name__}; use "
-                "Trainer(strategy='avgpipe'), or remove the callback"
-            )
+        self._strategy, strategy = None, pipeline_strategy(trainer, "AvgPipeTuner tunes")
         if strategy.options.shares_stages:
             raise ConfigurationError(
                 "AvgPipeTuner measures one process for each stage, but with a list of replicas a stage has several; "
@@ -184,19 +177,6 @@ class AvgPipeTuner(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that all hooks that prepare training have run, so that the next batch can be used for tuning."""
         self._begun = True
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop looking at batches."""
-        self._leave()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop looking at batches."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._strategy is not None:
-            self._strategy.tuner = None
-        self._strategy = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the profile, the candidates and the choice, once there are any."""

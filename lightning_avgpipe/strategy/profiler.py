@@ -29,6 +29,7 @@ from lightning_avgpipe.tuning.profile import (
 from lightning_avgpipe.tuning.trials import affordable, durations, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
+from lightning_avgpipe.utils.patching import noop
 
 _LONGEST_S = 120.0  # time after which no further round begins
 _FEWEST = 2  # least number of rounds
@@ -56,6 +57,7 @@ class Profiler:
         self._cluster = rehearsal.pipeline_run.cluster
         self._shows = shows and self._cluster.world.rank == 0
         self._began = time.monotonic()
+        self._tick: Callable[[], object] = noop
         self.largest_not_fitting = 0
 
     def profile(self, counts: Sequence[int]) -> Profile | None:
@@ -68,12 +70,13 @@ class Profiler:
         Raises:
             TuningError: no number of micro-batches fits the memory.
         """
-        large, others = trial_sizes(counts, self._cluster.stage_map.num_stages)
+        stage_map = self._cluster.stage_map
+        large, others = trial_sizes(counts, stage_map.num_stages)
         with tqdm(total=self._iterations, desc="AvgPipeTuner", unit="it", leave=False, disable=not self._shows) as bar:
-            tick = bar.update
+            self._tick = bar.update
             while True:
                 try:
-                    stages, runs = self._stages(Setting(large, schedule=self._schedule), others, tick)
+                    stages, runs = self._stages(Setting(large, schedule=self._schedule), others)
                     break
                 except MemoryShortage as shortage:
                     large = self._larger(counts, large, shortage)
@@ -87,11 +90,11 @@ class Profiler:
         return Profile(
             large,
             self._rehearsal.batch_size,
-            tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
+            tuple(by_stage[k] for k in range(stage_map.num_stages)),
             hops,
             not self._rehearsal.pipeline_run.deployment.parallel.have_streams,
-            tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
-            self._cluster.stage_map.num_teams,
+            tuple(map(stage_map.owner, range(stage_map.num_stages))),
+            stage_map.num_teams,
             max(seconds for _, seconds in found),
             tuple(trials),
         )
@@ -100,9 +103,7 @@ class Profiler:
         spans = self._cluster.group.gather_objects([run.span_s for run in runs])
         return statistics.median(max(at) for at in zip(*spans, strict=True))
 
-    def _in_turns(
-        self, settings: Sequence[Setting], count: int, tick: Callable[[], object]
-    ) -> dict[Setting, list[Recording]]:
+    def _in_turns(self, settings: Sequence[Setting], count: int) -> dict[Setting, list[Recording]]:
         """Run ``count`` rounds, each with one iteration of every setting that fits the memory.
 
         Settings take turns, since the speed of machines varies over time. There are fewer rounds if time runs out, the
@@ -129,7 +130,7 @@ class Profiler:
                     if not runs:
                         raise
                     rank_zero_info(f"AvgPipeTuner: {setting} does not fit the memory ({shortage}), and is left out")
-                tick()
+                self._tick()
         return {setting: timed[1:] for setting, timed in runs.items()}
 
     def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
@@ -145,20 +146,20 @@ class Profiler:
         return more
 
     def _stages(
-        self, setting: Setting, others: Sequence[int], tick: Callable[[], object]
+        self, setting: Setting, others: Sequence[int]
     ) -> tuple[dict[int, StageProfile], dict[Setting, list[Recording]]]:
         """Return the profiles of this process's stages, and the recorded iterations of each setting."""
         others = affordable(others, self._iterations)
         self._rehearsal.run(setting)
-        tick()
+        self._tick()
         sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
         rounds = (self._iterations - 2) // len(sizes)  # after an iteration to warm up and one to measure memory
-        runs = self._in_turns(sizes, rounds, tick)
+        runs = self._in_turns(sizes, rounds)
         not_fitting = [size.num_microbatches for size in sizes if size not in runs]
         self.largest_not_fitting = max([self.largest_not_fitting, *not_fitting])
         seconds = {size: self._durations(timed) for size, timed in runs.items()}
         curves = self._curves(setting, runs[setting], seconds.pop(setting))
-        memory, step_s = self._memory(setting, tick)
+        memory, step_s = self._memory(setting)
         averaging_s = self._averaging_s()
         weights = self._weights()
         stages = {
@@ -217,28 +218,26 @@ class Profiler:
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves
 
-    def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
+    def _memory(self, setting: Setting) -> tuple[dict[int, StageMemory], float]:
         """Return the memory of each stage of this process, and the seconds of the optimizers' steps."""
         memory, captured = port_of(self._cluster.device).memory, self._rehearsal.planned_microbatches
-        plan, trainer = self._plan, self._rehearsal.trainer
-        module = trainer.lightning_module
+        plan, trainer, stages = self._plan, self._rehearsal.trainer, self._cluster.stages
+        module, num_teams = trainer.lightning_module, self._cluster.stage_map.num_teams
         before = memory.allocated_bytes() if memory.is_counted else None
         kept = self._rehearsal.kept(setting)
-        tick()
+        self._tick()
         models: dict[int, ModelBytes] = {}
-        step_s = self._rehearsal.step_s(
-            lambda: models.update(
-                model_bytes(
-                    plan, self._cluster.stages, module, trainer.optimizers, captured, self._cluster.stage_map.num_teams
-                )
-            )
-        )
-        context = memory.other_bytes() // len(self._cluster.stages)
+
+        def measure() -> None:
+            models.update(model_bytes(plan, stages, module, trainer.optimizers, captured, num_teams))
+
+        step_s = self._rehearsal.step_s(measure)
+        context = memory.other_bytes() // len(stages)
         held = sum(k.holding.total - k.holding.unallocated for k in kept.values()) if kept else 0
         # allocated memory that belongs to no stage is used with every setting
-        other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0
+        other = max(0, before - held) // len(stages) if before is not None and kept else 0
         found = {}
-        for k in self._cluster.stages:
+        for k in stages:
             stage = plan.stages[k]
             received = plan.stages[k - 1].boundary_bytes if k else 0
             if kept is None:

@@ -215,7 +215,7 @@ class AvgPipeStrategy(ParallelStrategy):
     Attributes:
         num_nodes: number of nodes; set by the Trainer.
         tuner: called with the first batch of training before the batch is used, and before each further batch until it
-            returns True; may reconfigure. Must be set before the run is set up.
+            returns True; may reconfigure. Must be set before the run is set up. None after each run.
 
     Raises:
         ConfigurationError: an option has an invalid value, or options exclude each other.
@@ -657,6 +657,7 @@ class AvgPipeStrategy(ParallelStrategy):
         finally:
             self._undo.callback(self._connection.close)
             self._undo.close()
+            self.tuner = None
             outside.forget()
         module = self._lightning_module
         if module is not None and on_meta(module):

@@ -1,12 +1,32 @@
-"""Files and pictures that callbacks write, to any file system to which Lightning saves checkpoints."""
+"""What callbacks share: the strategy that they need, and files and pictures on any file system of Lightning's."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.utils.lightning import TensorBoardLogger, WandbLogger, get_filesystem, pl
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.utils.lightning import TensorBoardLogger, WandbLogger, get_filesystem, pl, refuse_other
+
+
+def pipeline_strategy(trainer: pl.Trainer, does: str) -> AvgPipeStrategy:
+    """Return the strategy of a trainer, which a callback needs.
+
+    Args:
+        trainer: trainer that has the callback.
+        does: name of the callback and a verb whose object is a pipeline, for the message.
+    Raises:
+        ConfigurationError: the trainer is of Lightning's other package, or has another strategy.
+    """
+    refuse_other("The Trainer", trainer)
+    if not isinstance(trainer.strategy, AvgPipeStrategy):
+        raise ConfigurationError(
+            f"{does} a pipeline, but the strategy is {type(trainer.strategy).__name__}; use "
+            "Trainer(strategy='avgpipe'), or remove the callback"
+        )
+    return trainer.strategy
 
 
 def write(folder: str | os.PathLike[str], name: str, content: str | bytes) -> str:
