@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.loss import LossWeight, counts, loss_in
@@ -39,7 +40,7 @@ from lightning_avgpipe.utils.patching import all_replaced, noop
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
 from lightning_avgpipe.verify.fingerprint import Fingerprint, distance, fingerprint
-from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised
+from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Batch:
         parts: micro-batches of the pipeline.
         rest: further arguments of the step.
         key: seed, iteration and number of the pipeline, on which random numbers depend.
-        captured: modules that are known to draw random numbers.
+        graph: call graph of the step, which tells what draws random numbers.
         steps: whether the optimizer steps at the end; otherwise gradients accumulate.
         progress: state of the loop's count of batches.
         whole: the batch in one piece, if its loss is wanted.
@@ -66,7 +67,7 @@ class Batch:
     parts: Sequence[MicroBatch]
     rest: Sequence[Any]
     key: tuple[int, int, int]
-    captured: Captured
+    graph: CallGraph
     steps: bool
     progress: dict[str, Any]
     whole: Any = None
@@ -261,7 +262,7 @@ class PlainTraining:
     def _forward(self, batch: Batch, number: int) -> Any:
         module, key = self._module, (*batch.key, number)
         module._current_fx_name = "training_step"
-        draws = drawing_as_promised(module, batch.captured, key, self._device)
+        draws = drawing_as_promised(module, batch.graph, key, self._device)
         with draws, self._trainer.precision_plugin.train_step_context():
             result = module.training_step(batch.parts[number].data, *batch.rest)
         module._current_fx_name = None

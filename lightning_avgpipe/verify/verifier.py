@@ -28,7 +28,6 @@ from lightning_avgpipe.verify.between_steps import BetweenSteps
 from lightning_avgpipe.verify.comparison import Comparison, PipelineResults, UnclearDifference, compare_whole
 from lightning_avgpipe.verify.fingerprint import fingerprint
 from lightning_avgpipe.verify.plain import Batch, OnePiece, PlainTraining, Traces, after_step, counted_in, place
-from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.report import key_of
 from lightning_avgpipe.verify.runs import PlainRuns
 from lightning_avgpipe.verify.state import attributes
@@ -247,9 +246,8 @@ class Verifier:
         self, works: Sequence[Sequence[MicroBatch]], rest: Sequence[Any], iteration: int, whole: Any, divided: bool
     ) -> None:
         """Send each child the micro-batches of its pipeline; for the arguments see :meth:`begin`."""
-        subject = self._subject
-        assert subject.plan is not None
-        captured = Captured.of(subject.plan.graph, subject.module)
+        subject, plan = self._subject, self._subject.plan
+        assert plan is not None
         progress = subject.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
         shares, total = 1, None
         if divided:
@@ -265,7 +263,7 @@ class Verifier:
             # without an optimizer step there are no gradients to compare with
             gradients = asked is not None and self._steps and subject.could_keep(len(parts))
             message = Batch(
-                own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation, shares, total
+                own, rest, key, plan.graph, self._steps, progress, asked, gradients, self._evaluation, shares, total
             )
             with contextlib.suppress(ForkError):  # receiving from the child will report why it has ended
                 runs.send(message)
