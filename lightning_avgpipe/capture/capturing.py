@@ -91,7 +91,7 @@ def _graph(
     iterators = Iterators(effects.objects.attributes)
     put_back = Snapshot(args, opaque=True).restored()
     # intercepting() replaces nn.Module.__setattr__, so it must come before watched(), which wraps it
-    with untouched(module), put_back, recorder.visiting(module), recorder.state.changes, intercepting():
+    with untouched(module), put_back, recorder.visiting(module), recorder.state, intercepting():
         with (
             effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
             watching_seeds(calls.note_seed),
@@ -143,7 +143,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         changed_by_units={key: effects.last_change(key) for key in sorted(effects.changed_by_units - holders.keys())},
         parts_changed=effects.objects.parts(),
         made_by_units={key: effects.last_change(key) for key in sorted(effects.changed_once_by_units - holders.keys())},
-        written_tensors=effects.objects.written(recorder.state.changes.unnamed),
+        written_tensors=effects.objects.written(recorder.state.unnamed),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),
         buffers_read=dict(recorder.buffers_read),
@@ -189,7 +189,7 @@ def _find_what_lasts(
             again = stack.enter_context(contextlib.closing(make(tree.tensors(args))))
             again.hidden.follow(recorder.hidden)
             try:
-                with again.state.changes, again.effects.attributes.watched(), again.following(), watching(again.calls):
+                with again.state, again.effects.attributes.watched(), again.following(), watching(again.calls):
                     again.with_state_copied(run(*args))
             except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None

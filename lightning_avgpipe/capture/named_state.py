@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import END_OF_STEP
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.state.writes import Changes
+from lightning_avgpipe.state.writes import Writes, put_back
 from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.names import is_within, joined
-from lightning_avgpipe.utils.tensors import same_contents
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.tensors import same_contents, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, untraced
+
+_LIFT = torch.ops.aten.lift_fresh.default  # returns the tensor that torch.tensor() has made
 
 # Full name, tensor, and a copy (of a parameter: an alias) that shows whether it has changed.
 StateCopies = list[tuple[str, Tensor, Tensor]]
@@ -26,8 +30,8 @@ def trained_parameters(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
-class NamedState:
-    """The parameters and buffers of a module while a step runs.
+class NamedState(Writes):
+    """The parameters and buffers of a module while a step runs within this context, which restores the parameters.
 
     Args:
         module: module whose state is tracked.
@@ -38,36 +42,101 @@ class NamedState:
 
     Attributes:
         buffers: buffers by full name, as registered when the step began.
-        changes: context in which writes are noted.
         rewritten: names of tensors that were written to, or whose memory was replaced.
         by_glue: the given names, and those that were found since.
+        wrote_unknown: whether, since :meth:`begin`, the step has written into a tensor without a name that it did not
+            make.
+        unnamed: memory addresses of all tensors without a name that were written to, also through views.
+        unnamed_views: those of ``unnamed`` that were written to through a view since :meth:`begin`.
     """
 
     def __init__(
         self, module: nn.Module, owned: Mapping[int, str], by_glue: Iterable[str], batch: Sequence[Tensor],
         device: torch.device | None,
     ) -> None:  # fmt: skip
+        super().__init__(module)
         self.buffers = dict(module.named_buffers())
-        self.changes = Changes(module, batch)
         self.rewritten: set[str] = set()
         self.by_glue = set(by_glue)
+        self.wrote_unknown = False
+        self.unnamed: set[int] = set()
+        self.unnamed_views: set[int] = set()
         self._seen: set[str] = set()  # names of the state that glue was given
         self._in_units: set[str] = set()  # names of the state that units change
-        self._module = module
         self._device = device
-        self._parameters = {name for name, _ in module.named_parameters()}
+        self._parameters = dict(module.named_parameters())
+        self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
         self._owned = owned
-        self._names = {id(b): name for name, b in self.buffers.items()}
+        self._buffer_names = {id(b): name for name, b in self.buffers.items()}
         self._made_by_units: dict[int, tuple[str, Tensor]] = {}  # by their ids, buffers that units have replaced
+        self._made = set(map(address, batch))  # memory of tensors that the step has made, or may write into
+        self._found: set[int] = set()  # addresses of what operations have used and none has made
+        self._paused = False
+
+    # -- writes --------------------------------------------------------------------------------------------------------
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for name, parameter in self._parameters.items():
+            put_back(parameter, self._memory[name], self._contents.get(name))
+
+    def begin(self) -> None:
+        """Forget all writes so far."""
+        self.written, self.wrote_unknown, self.unnamed_views = set(), False, set()
+
+    @contextlib.contextmanager
+    def visiting(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Move these tensors to the device within this context, and record writes into them there, not the moves."""
+        visit, named = visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors]
+        with replaced(self, "_paused", True):
+            visit.__enter__()
+        places: list[int] = []
+        try:
+            places = self._locate(named)
+            yield
+        finally:
+            for (name, _), place in zip(named, places, strict=False):  # none if they could not be located
+                self._names[place].remove(name)
+                if not self._names[place]:
+                    del self._names[place]
+            with replaced(self, "_paused", True):
+                visit.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        given = set(map(address, tensor_arguments(args, kwargs or {})))
+        if func is not _LIFT:
+            self._found |= given.difference(self._made, self._names)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        places = set(map(address, tensor_arguments(result)))
+        self._made |= places.difference(self._names)
+        self._found -= places - given  # new memory at the address of an earlier tensor
+        return result
+
+    def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
+        super()._wrote(tensor, names)
+        place = address(tensor)
+        if not names and (place in self._found or place not in self._made):
+            self.unnamed.add(place)
+            if place in self._made:  # a view counts as made
+                self.unnamed_views.add(place)
+            else:
+                self.wrote_unknown = True
+        for name in names:
+            if name in self._parameters and name not in self._contents:
+                self._contents[name] = self._parameters[name].detach().clone()
+
+    # -- the present state, by name ------------------------------------------------------------------------------------
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the full name of a parameter or a buffer; None for any other tensor."""
         name = self._owned.get(id(tensor))
-        return self._names.get(id(tensor)) if name is None else name
+        return self._buffer_names.get(id(tensor)) if name is None else name
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Return whether a tensor was a registered buffer when the step began."""
-        return id(tensor) in self._names
+        return id(tensor) in self._buffer_names
 
     def is_lasting(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter or a buffer, or one by which a unit has replaced a buffer."""
@@ -85,10 +154,6 @@ class NamedState:
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
         return state + [(joined(path, name), b, b.detach().clone()) for name, b in module.named_buffers()]
 
-    def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Move these tensors to the device within this context, without counting this as a change."""
-        return self.changes.visiting(visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
-
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> StateCopies:
         """Return the present state of these tensors, by full name, for a later comparison."""
         return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
@@ -96,12 +161,14 @@ class NamedState:
     def changed(self, state: StateCopies) -> list[str]:
         """Return the names of the tensors that have changed since ``state`` was taken."""
         moved = {name for name, p, before in state if name in self._parameters and address(p) != address(before)}
-        self.changes.keep((name, before) for name, _, before in state if name in moved)
-        self.rewritten |= self.changes.written | moved
+        for name, _, before in state:
+            if name in moved and name not in self._contents:
+                self._contents[name] = before.clone()
+        self.rewritten |= self.written | moved
         # Buffers are compared by value, since batch normalisation does not declare its writes, and may be replaced.
         buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name not in self._parameters)
         other = {name for name, b, now, before in buffers if now is not b or not same_contents(b, before)}
-        found = self.changes.written | moved | other
+        found = self.written | moved | other
         order = dict.fromkeys(name for name, _, _ in state)
         return [*(name for name in order if name in found), *sorted(found - order.keys())]
 

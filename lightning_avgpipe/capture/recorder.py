@@ -239,7 +239,7 @@ class StepRecorder(StepTracer):
         watch.check_seeds()
         self.effects.look()
         random_before, calls = watch.generator_states(), len(watch.calls)
-        self.state.changes.begin()
+        self.state.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
         watching = self.effects.objects.watching_unit()
@@ -350,9 +350,9 @@ class StepRecorder(StepTracer):
             if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
-            self.state.changes.begin()
+            self.state.begin()
             result = func(*args, **kwargs)
-            if self.state.changes.wrote_unknown or self.effects.objects.written(self.state.changes.unnamed_views):
+            if self.state.wrote_unknown or self.effects.objects.written(self.state.unnamed_views):
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before), saved
 

@@ -7,20 +7,14 @@ are found by comparing contents. A tensor that gets other memory (``p.data = ...
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
-
-_LIFT = torch.ops.aten.lift_fresh.default  # returns the tensor that torch.tensor() has made
 
 
 def _is_equal(tensor: Tensor, memory: Tensor) -> bool:
@@ -79,92 +73,6 @@ class Writes(TorchDispatchMode):
 
     def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
         self.written.update(names)
-
-
-class Changes(Writes):
-    """A context that also restores the parameters at its end, and records writes into tensors without a name.
-
-    Args:
-        module: module whose parameters and buffers are watched.
-        others: other tensors that may be written to, such as the batch.
-
-    Attributes:
-        wrote_unknown: whether, since :meth:`begin`, the step has written into a tensor without a name that it did not
-            make.
-        unnamed: memory addresses of all tensors without a name that were written to, also through views.
-        unnamed_views: those of ``unnamed`` that were written to through a view since :meth:`begin`.
-    """
-
-    def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
-        super().__init__(module)
-        self.wrote_unknown = False
-        self.unnamed: set[int] = set()
-        self.unnamed_views: set[int] = set()
-        self._made = {address(tensor) for tensor in others}
-        self._found: set[int] = set()  # addresses of what operations have used and none has made
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
-        self._paused = False
-
-    def __enter__(self) -> Self:
-        self._parameters = dict(self._module.named_parameters())
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        for name, parameter in self._parameters.items():
-            put_back(parameter, self._memory[name], self._contents.get(name))
-
-    def begin(self) -> None:
-        """Forget all writes so far."""
-        self.written, self.wrote_unknown, self.unnamed_views = set(), False, set()
-
-    def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep the contents of parameters that were given other memory, to restore them at the end."""
-        for name, contents in before:
-            self._contents.setdefault(name, contents.clone())
-
-    @contextlib.contextmanager
-    def visiting(self, visit: AbstractContextManager[None], named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
-        """Enter ``visit``, which moves these tensors to another device, and record writes into them there."""
-        with replaced(self, "_paused", True):
-            visit.__enter__()
-        places: list[int] = []
-        try:
-            places = self._locate(named)
-            yield
-        finally:
-            for (name, _), place in zip(named, places, strict=False):  # none if they could not be located
-                self._names[place].remove(name)
-                if not self._names[place]:
-                    del self._names[place]
-            with replaced(self, "_paused", True):
-                visit.__exit__(None, None, None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._paused:
-            return func(*args, **(kwargs or {}))
-        given = set(map(address, tensor_arguments(args, kwargs or {})))
-        if func is not _LIFT:
-            self._found |= given.difference(self._made, self._names)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        places = set(map(address, tensor_arguments(result)))
-        self._made |= places.difference(self._names)
-        self._found -= places - given  # new memory at the address of an earlier tensor
-        return result
-
-    def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
-        super()._wrote(tensor, names)
-        place = address(tensor)
-        if not names and (place in self._found or place not in self._made):
-            self.unnamed.add(place)
-            if place in self._made:  # a view counts as made
-                self.unnamed_views.add(place)
-            else:
-                self.wrote_unknown = True
-        for name in names:
-            if name in self._parameters and name not in self._contents:
-                self.keep([(name, self._parameters[name].detach())])
 
 
 def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
