@@ -88,12 +88,12 @@ def _graph(
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    iterators = Iterators(effects.objects.attributes)
+    iterators = Iterators(effects.held)
     put_back = Snapshot(args, opaque=True).restored()
     # intercepting() replaces nn.Module.__setattr__, so it must come before watched(), which wraps it
     with untouched(module), put_back, recorder.visiting(module), recorder.state, intercepting():
         with (
-            effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
+            effects.watched(), recorder.following(), watching(calls),
             watching_seeds(calls.note_seed),
         ):  # fmt: skip
             result = recorder.with_state_copied(run(*args))
@@ -108,7 +108,7 @@ def _graph(
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
         carried = _find_what_lasts(recorder, make, run, spare)
         constants = tuple(effects.attributes.pinned_by_constants())
-        holders, held_iterators = effects.objects.holders(), iterators.leads()
+        holders, held_iterators = effects.holders(), iterators.leads()
     graph = replace(
         _recorded(step, recorder, module, holders), trained=trained, carried=carried, finite=finite,
         iterators=held_iterators, pinned=(*draft.pinned, *constants),
@@ -141,9 +141,9 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
         set_back=tuple(sorted(effects.set_back)),
         mutated_between=holders,
         changed_by_units={key: effects.last_change(key) for key in sorted(effects.changed_by_units - holders.keys())},
-        parts_changed=effects.objects.parts(),
+        parts_changed=effects.parts(),
         made_by_units={key: effects.last_change(key) for key in sorted(effects.changed_once_by_units - holders.keys())},
-        written_tensors=effects.objects.written(recorder.state.unnamed),
+        written_tensors=effects.written(recorder.state.unnamed),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),
         buffers_read=dict(recorder.buffers_read),
@@ -181,7 +181,7 @@ def _find_what_lasts(
         full names of the attributes whose tensors go from one micro-batch to the next. For an attribute that was empty
         before the first run, only the second run shows it.
     """
-    mutated = recorder.effects.objects.holders()
+    mutated = recorder.effects.holders()
     carried = [*recorder.effects.attributes.carried(mutated)]
     with contextlib.ExitStack() as stack:
         again = None

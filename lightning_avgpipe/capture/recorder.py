@@ -196,7 +196,7 @@ class StepRecorder(StepTracer):
         used = provenance.used
         states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
         result = provenance.followed(result, (args, kwargs), modules)
-        self.effects.objects.take()  # replacing the tensors in objects does not count as a change
+        self.effects.take()  # replacing the tensors in objects does not count as a change
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
         inputs = draft.values_of([*visible, *used])
         parameters = self.state.parameters([*module.parameters(), *used])
@@ -216,7 +216,7 @@ class StepRecorder(StepTracer):
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         writes = bool(generators) or not changed <= set(map(id, visible))
-        node, given = draft.with_objects(node, result, objects, self.effects.objects.objects, exports, writes)
+        node, given = draft.with_objects(node, result, objects, self.effects.objects, exports, writes)
         self.effects.ran(path, own.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in own.changes], changed)
         draft.add(node, given, tensors if node.writes_objects else visible, versions, saved)
@@ -242,7 +242,7 @@ class StepRecorder(StepTracer):
         self.state.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        watching = self.effects.objects.watching_unit()
+        watching = self.effects.watching_unit()
         with watching as objects_changed, provenance, seeding, watch.flops, _Asking() as asking:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
@@ -324,7 +324,7 @@ class StepRecorder(StepTracer):
                 self.effects.attributes.first_reads.setdefault((path, leaf), index)
             self.effects.attributes.held.computed(tensors, result, index)
             return result
-        self.effects.objects.ran(f"{name}()", self.effects.objects.take())
+        self.effects.changed_by(f"{name}()", self.effects.take())
         states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
         draws = random_before != watch.generator_states()
         self._pin_glue(name, tensors, result)
@@ -352,7 +352,7 @@ class StepRecorder(StepTracer):
             before = self.state.of_tensors(self.state.seen(tensors))
             self.state.begin()
             result = func(*args, **kwargs)
-            if self.state.wrote_unknown or self.effects.objects.written(self.state.unnamed_views):
+            if self.state.wrote_unknown or self.effects.written(self.state.unnamed_views):
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before), saved
 
@@ -500,7 +500,7 @@ class StepRecorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
-        with self.effects.objects.watching_unit():  # changes by self.log and metrics do not count
+        with self.effects.watching_unit():  # changes by self.log and metrics do not count
             result = run(*args, **kwargs)
         self.effects.attributes.ignore_unseen()
         return result
@@ -544,6 +544,7 @@ class StepRecorder(StepTracer):
 
         Without this they would live until the garbage collector runs, which may be many captures later.
         """
+        vars(self.effects).clear()
         vars(self).clear()
 
 
