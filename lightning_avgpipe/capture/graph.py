@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from networkx.utils import UnionFind
+import networkx
 from torch import Tensor
 
 from lightning_avgpipe.utils.names import joined
@@ -490,33 +490,26 @@ def spans(nodes: Sequence[Node], observed: Iterable[int]) -> list[PinnedNodes]:
     """
     changed = {name for node in nodes for name in node.states}
     upkeep = _upkeep(nodes, frozenset(observed))
-    sets: Any = UnionFind()  # sets of nodes, names and values that belong together
+    links = networkx.Graph()  # upkeep, the changed names that it uses, and the values that it takes or makes
+    links.add_nodes_from(sorted(changed))
+    users: dict[str, list[int]] = defaultdict(list)  # changed name -> the other nodes that use it
     for node in nodes:
-        used = [name for name in dict.fromkeys((*node.states, *node.parameters)) if name in changed]
+        used = [name for name in (*node.states, *node.parameters) if name in changed]
         if node.index in upkeep:
+            values = [("value", value) for value in (*node.inputs, *made_by(node))]
+            links.add_edges_from((node.index, other) for other in (*used, *values))
+        else:
             for name in used:
-                sets.union(("node", node.index), ("name", name))
-            for value in (*node.inputs, *made_by(node)):
-                sets.union(("node", node.index), ("value", value))
-    users: dict[object, list[int]] = defaultdict(list)
-    movable: dict[object, list[int]] = defaultdict(list)
-    names: dict[object, str] = {}
-    for node in nodes:
-        if node.index in upkeep:
-            movable[sets["node", node.index]].append(node.index)
-            continue
-        for name in (*node.states, *node.parameters):
-            if name in changed:
-                users[sets["name", name]].append(node.index)
-    for name in sorted(changed):
-        names.setdefault(sets["name", name], name)
+                users[name].append(node.index)
     found = []
-    for root, name in names.items():
-        fixed, free = users[root], movable[root]
+    for part in networkx.connected_components(links):
+        names = sorted(name for name in part if isinstance(name, str))
+        free = sorted(index for index in part if isinstance(index, int))
+        fixed = sorted(index for name in names for index in users[name])
         if fixed:
-            found.append(PinnedNodes(name, fixed[0], max([fixed[-1], *free]), tuple(free)))
-        else:  # unused in this step: the nodes stay where they are
-            found.append(PinnedNodes(name, free[0], free[-1]))
+            found.append(PinnedNodes(names[0], fixed[0], max([fixed[-1], *free]), tuple(free)))
+        elif names:  # unused in this step: the nodes stay where they are
+            found.append(PinnedNodes(names[0], free[0], free[-1]))
     return found
 
 
