@@ -144,38 +144,31 @@ class _Workers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[_Task | None]] = []  # where idle threads wait
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)  # counts threads that wait for a task and for which there is none
         self._thread: threading.Thread | None = None  # the last one that has begun
 
     def run(self, function: Callable[[], None], ended: Callable[[], None]) -> None:
         """Run a function in an idle thread, or in a new one, and call ``ended`` when the thread is idle again."""
-        with self._lock:
-            tasks = self._idle.pop() if self._idle else None
-        if tasks is None:
-            tasks = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._work, args=(tasks,), name="avgpipe collective", daemon=True)
+        if not self._idle.acquire(blocking=False):
+            self._thread = threading.Thread(target=self._work, name="avgpipe collective", daemon=True)
             self._thread.start()
-        tasks.put((function, ended))
+        self._tasks.put((function, ended))
 
     def join(self, seconds: float) -> None:
         """End idle threads, and wait up to ``seconds`` for the thread that was started last."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for tasks in idle:
-            tasks.put(None)
+        while self._idle.acquire(blocking=False):
+            self._tasks.put(None)
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _work(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+    def _work(self) -> None:
         while True:
             try:
-                task = tasks.get(timeout=_IDLE_S)
+                task = self._tasks.get(timeout=_IDLE_S)
             except queue.Empty:
-                with self._lock:
-                    if tasks in self._idle:  # else a function is about to come
-                        self._idle.remove(tasks)
-                        return
+                if self._idle.acquire(blocking=False):  # else a function is about to come
+                    return
                 continue
             if task is None:
                 return
@@ -183,8 +176,7 @@ class _Workers:
             try:
                 function()
             finally:
-                with self._lock:
-                    self._idle.append(tasks)
+                self._idle.release()
                 ended()
             del task, function, ended  # an idle thread must keep nothing alive
 
