@@ -135,7 +135,7 @@ class Cluster:
 
             self.waits.run(connect, "waits for the other processes to connect")
         self.transport.widen(1)
-        self._open_control()
+        self.control.open(self.transport, self.stage_map.layout, self.group_number)
         self._open_batches()
         self.is_open = True
 
@@ -236,27 +236,9 @@ class Cluster:
         )
         self.waits = Waits(arrivals, self.watch, process.timeout_s, self.device)
         self.transport = Transport(self.stage_map, process.rank, process.network, self.waits)
-        self.control = ControlChannel(self.rank, self.waits)  # until the channels are open
+        self.control = ControlChannel(self.rank, self.waits)
         self.is_open = False
         self._links: dict[StageMap, tuple[Link, ...]] = {}
-
-    def _open_control(self) -> None:
-        me, (first, *others) = self._process.rank, self.group.ranks
-        inbox, outbox, count = self.transport.inbox, self.transport.outbox, self.stage_map.num_groups
-        if me != first:
-            source, reports = inbox(Route("news", first, me)), outbox(Route("reports", me, first))
-            self.control = ControlChannel(self.rank, self.waits, source=source, reports_out=reports, num_groups=count)
-            return
-        leaders = [ranks[0] for ranks in self.stage_map.layout[1:]]
-        self.control = ControlChannel(
-            self.rank,
-            self.waits,
-            out=[outbox(Route("news", me, rank)) for rank in others],
-            reports={peer: inbox(Route("reports", rank, me)) for peer, rank in enumerate(others, 1)},
-            relay_out=[outbox(Route("relay", me, leader)) for leader in leaders if me == 0],
-            relay_source=inbox(Route("relay", 0, me)) if me != 0 else None,
-            num_groups=count,
-        )
 
     def _open_batches(self) -> None:
         ranks, transport = self.group.ranks, self.transport

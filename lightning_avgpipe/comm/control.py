@@ -15,11 +15,13 @@ processes learn of them at the same point of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.message import pack, unpack
+from lightning_avgpipe.comm.topology import Route
+from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
 
 T = TypeVar("T")
@@ -27,39 +29,45 @@ U = TypeVar("U")
 
 
 class ControlChannel:
-    """One process's end of the control channel.
+    """One process's end of the control channel, without channels to other processes until it is opened.
 
     Args:
         rank: rank of this process in its group.
         waits: waits for rank 0; their watch knows of failures, and of external requests to this process.
-        out: on rank 0 of a group, channels to each other rank of the group.
-        source: on the other ranks, channel from rank 0 of the group; None on rank 0.
-        reports: on rank 0 of a group, channels from each other rank, by rank.
-        reports_out: on the other ranks, channel to rank 0 of the group.
-        relay_out: on rank 0 of all processes, channels to rank 0 of each other group.
-        relay_source: on rank 0 of each other group, channel from rank 0 of all processes.
-        num_groups: number of groups.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        waits: Waits,
-        out: Sequence[Outbox] = (),
-        source: Inbox | None = None,
-        reports: Mapping[int, Inbox] | None = None,
-        reports_out: Outbox | None = None,
-        relay_out: Sequence[Outbox] = (),
-        relay_source: Inbox | None = None,
-        num_groups: int = 1,
-    ) -> None:
-        self._rank, self._num_groups, self._waits = rank, num_groups, waits
-        self._out, self._source = out, source
-        self._reports, self._reports_out = reports or {}, reports_out
-        self._relay_out, self._relay_source = relay_out, relay_source
+    def __init__(self, rank: int, waits: Waits) -> None:
+        self._rank, self._waits, self._num_groups = rank, waits, 1
+        self._source: Inbox | None = None  # from rank 0 of the group; None on rank 0
+        self._out: Sequence[Outbox] = ()  # to the others
+        self._reports_out: Outbox | None = None  # to rank 0 of the group; None on rank 0
+        self._reports: dict[int, Inbox] = {}  # from the others, by rank
+        self._relay_source: Inbox | None = None  # from rank 0 of all processes, to that of each other group
+        self._relay_out: Sequence[Outbox] = ()
         self._listeners: list[Callable[[str], None]] = []
         self._agreed: frozenset[str] = frozenset()
         self._expects = False  # a receive is posted
+
+    def open(self, transport: Transport, layout: Sequence[Sequence[int]], group: int) -> None:
+        """Open the channels of this process.
+
+        Args:
+            transport: transport whose routes are connected.
+            layout: ranks of each group among all processes.
+            group: number of the group of this process.
+        """
+        inbox, outbox, (first, *others) = transport.inbox, transport.outbox, layout[group]
+        self._num_groups = len(layout)
+        if self._rank:
+            me = layout[group][self._rank]
+            self._source, self._reports_out = inbox(Route("news", first, me)), outbox(Route("reports", me, first))
+            return
+        self._out = [outbox(Route("news", first, rank)) for rank in others]
+        self._reports = {peer: inbox(Route("reports", rank, first)) for peer, rank in enumerate(others, 1)}
+        if group:
+            self._relay_source = inbox(Route("relay", 0, first))
+        else:
+            self._relay_out = [outbox(Route("relay", 0, leader)) for leader, *_ in layout[1:]]
 
     def expect(self) -> None:
         """Post the receive of the next item in advance.
