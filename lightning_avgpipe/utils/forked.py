@@ -175,12 +175,6 @@ class Child:
             self.pid = 0
         self.connection.close()
 
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _cpu_s(self) -> float:
         """Return the processor seconds that the child has used."""
         try:
@@ -198,7 +192,7 @@ def in_child(work: Callable[[], T], purpose: str) -> T:
         ForkError: the child cannot be forked, has died or hangs, or its result cannot be sent.
         Exception: the error that the function has raised.
     """
-    with Child(lambda _: work(), purpose) as child:
+    with contextlib.closing(Child(lambda _: work(), purpose)) as child:
         return child.receive()  # type: ignore[no-any-return]
 
 
