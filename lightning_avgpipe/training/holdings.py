@@ -145,18 +145,15 @@ class Holdings:
         if self._cluster.group.world_size == 1:
             return
         self._take_in()
-        everybody = tuple(range(self._cluster.group.world_size))
         buffers = [name for name, _ in self._module.named_buffers()]
         self._owners = {**self._owners, **{name: (self.owner_of[name],) for name in buffers if name in changed}}
-        self._relocate({**self._owners, **dict.fromkeys(buffers, everybody)}, self._tensors())
+        self._relocate({**self._owners, **dict.fromkeys(buffers, self._everybody)}, self._tensors())
         weights = {
             name: p for name, p in self._module.named_parameters()
-            if name in changed and self._owners[name] == everybody
+            if name in changed and self._owners[name] == self._everybody
         }  # fmt: skip
         owners = {name: (self.owner_of[name],) for name in weights}
-        relocation = Relocation(owners, dict.fromkeys(weights, everybody))
-        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: weights[name].detach()).items():
-            weights[name].copy_(arrival.on(weights[name].device))
+        self._copy(weights, owners, dict.fromkeys(weights, self._everybody))
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the part of the module's state dict for which this process answers. Every process calls it."""
@@ -186,14 +183,12 @@ class Holdings:
         if not self._divided:
             self._take_those_of_rank_zero(planned)
         self._divided = self._divided or final
-        kinds: list[MovableData] = [ModuleTensors(self._module)]
         if final:
-            kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters())), *others]
-            kinds += self._of_copies()
-            self._relocate(planned, kinds)
+            states = OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))
+            self._relocate(planned, [*self._tensors(), states, *others])
         else:
             kept = {name: tuple(dict.fromkeys((*self._owners[name], *planned[name]))) for name in planned}
-            self._relocate(kept, kinds)
+            self._relocate(kept, [ModuleTensors(self._module)])
         mine = [name for name, _ in self._module.named_parameters() if rank in planned[name]]
         self.gather.fill(mine)
         for name in mine:
@@ -247,7 +242,7 @@ class Holdings:
             return
         self._take_in()
         group, rank = self._cluster.group, self._cluster.rank
-        everybody = dict.fromkeys(self._owners, tuple(range(group.world_size)))
+        everybody = dict.fromkeys(self._owners, self._everybody)
         kinds = [*self._tensors(), *others]
         relocate(Relocation(self._owners, everybody), group, kinds, torch.device("cpu"))
         before = _bits(kinds, everybody)
@@ -277,9 +272,7 @@ class Holdings:
         buffers = {name: buffer for name, buffer in self._module.named_buffers() if not buffer.is_meta}
         named: dict[str, Tensor] = {**dict(self._module.named_parameters()), **buffers}
         shared = {name: self._owners[name] for name in (*copied, *buffers)}
-        relocation = Relocation({name: ranks[:1] for name, ranks in shared.items()}, shared)
-        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
-            named[name].copy_(arrival.on(self._cluster.device))
+        self._copy(named, {name: ranks[:1] for name, ranks in shared.items()}, shared)
         tensors = (*(p.detach() for p in self._module.parameters() if not p.is_meta), *self._module.buffers())
         for others in (self._cluster.averaging_group, self._cluster.replicas):
             if others is not None:
@@ -294,12 +287,15 @@ class Holdings:
         Args:
             planned: future owners.
         """
-        everybody = tuple(range(self._cluster.group.world_size))
-        named = {name: p for name, p in self._module.named_parameters() if self._owners[name] == everybody}
+        named = {name: p for name, p in self._module.named_parameters() if self._owners[name] == self._everybody}
         sums = self._cluster.group.exchange_objects({name: int(digest(p)) for name, p in named.items()})
         other = {name: planned[name] for name in named if len({theirs[name] for theirs in sums}) > 1}
-        relocation = Relocation(dict.fromkeys(other, (0,)), other)
-        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
+        self._copy(named, dict.fromkeys(other, (0,)), other)
+
+    def _copy(self, named: Mapping[str, Tensor], old: Owners, new: Owners) -> None:
+        """Copy contents from the old owners of each name into the tensors of the new ones."""
+        arrived = Relocation(old, new).carry_out(self._cluster.group, lambda name: named[name].detach())
+        for name, arrival in arrived.items():
             named[name].copy_(arrival.on(named[name].device))
 
     def restore(self) -> None:
@@ -309,16 +305,17 @@ class Holdings:
         buffers.
         """
         self._take_in()
-        everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
-        whole = {**self._owners, **dict.fromkeys(names, everybody)}
+        whole = {**self._owners, **dict.fromkeys(names, self._everybody)}
         self._relocate(whole, self._tensors(), torch.device("cpu"))
 
-    def _tensors(self) -> list[MovableData]:
-        return [ModuleTensors(self._module), *self._of_copies()]
+    @property
+    def _everybody(self) -> tuple[int, ...]:
+        """The ranks of all processes of the group."""
+        return tuple(range(self._cluster.group.world_size))
 
-    def _of_copies(self) -> list[MovableData]:
-        return [ModuleTensors(copy) for copy in self._copies()]
+    def _tensors(self) -> list[MovableData]:
+        return [ModuleTensors(module) for module in (self._module, *self._copies())]
 
     def _copies(self) -> list[nn.Module]:
         return [copy for other in self.copies if (copy := other()) is not None]
@@ -351,7 +348,7 @@ class Holdings:
     def _find(self) -> None:
         """Find the owners before the first plan: of buffers all processes, of parameters those that have contents."""
         held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
-        found, everybody = holders(self._cluster.group, held), tuple(range(self._cluster.group.world_size))
+        found, everybody = holders(self._cluster.group, held), self._everybody
         self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
         self._scattered = any(ranks != everybody for ranks in self._owners.values())
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
