@@ -14,7 +14,6 @@ packets and their tag, so the receiver can post the receives before the frame ar
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import pickle
 import struct
@@ -194,10 +193,9 @@ class Structure:
     number: int = -1
 
     @functools.cached_property
-    def begins(self) -> tuple[list[int], int]:
-        """The offset of each tensor if they lie one after the other, and their total size, in bytes."""
-        begins = [*itertools.accumulate((0 if f is None else aligned(f.nbytes) for f in self.forms), initial=0)]
-        return begins, begins[-1]
+    def whole(self) -> Packet:
+        """The packet of all tensors that have elements."""
+        return Packet.of([(i, f) for i, f in enumerate(self.forms) if f is not None and not f.is_empty], on_host=True)
 
     @functools.cached_property
     def packets(self) -> tuple[Packet, tuple[Packet, ...]]:

@@ -90,16 +90,12 @@ class SharedMemory:
 
     def tensors(self, first: int, structure: Structure, opening: int) -> list[Tensor | None]:
         """Return views of the tensors of a message that begins at the byte ``first``; None for those without bytes."""
-        begins, nbytes = structure.begins
         key = (structure.number, opening, first) if structure.number >= 0 else None
         found = None if key is None else self._views.get(key)
         if found is None:
             with torch.inference_mode(False):  # the views are also used outside of inference mode
-                flat = self.bytes(first, nbytes)
-                found = [
-                    None if form is None or form.is_empty else form.from_bytes(flat[begin : begin + form.nbytes])
-                    for begin, form in zip(begins, structure.forms, strict=False)
-                ]
+                found = [None] * len(structure.forms)
+                structure.whole.unpack(self.bytes(first, structure.whole.nbytes), found)
             if key is not None:
                 if len(self._views) >= _MOST_VIEWS:
                     self._views.clear()
@@ -269,7 +265,7 @@ class Mailbox:
         assert outgoing.head is not None
         message, (structure, channel, text) = outgoing.message, outgoing.head
         behind = aligned(len(text))
-        nbytes = behind + structure.begins[1] or aligned(1)
+        nbytes = behind + aligned(structure.whole.nbytes) or aligned(1)
         first = self._places.take(nbytes)
         if first is None:
             return False
