@@ -629,3 +629,35 @@ class NetworkInbox:
     def close(self, join_s: float) -> None:
         """Stop receiving, and drop the messages that were not taken; see :meth:`Receiver.leave`."""
         self._receiver.leave(self.route, join_s)
+
+
+class Line:
+    """The line from one process to another, at one of its ends.
+
+    A wire and its thread live as long as any channel is open. When all are closed, the next channel gets new ones.
+
+    Attributes:
+        between: connection of the devices; None if no stage sends tensors this way, or if they travel over the host.
+    """
+
+    def __init__(self, on_host: Pair, peer: int, device: torch.device) -> None:
+        self.between: Pair | None = None
+        self._on_host, self._peer, self._device = on_host, peer, device
+        self._openings = 0  # number of times that a wire was made
+        self._end: Sender | Receiver | None = None
+
+    def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
+        """Open the sending end of a channel."""
+        if not isinstance(self._end, Sender) or not self._end.routes:
+            self._end = Sender(self._wire(arrivals))
+        return NetworkOutbox(route, self._end)
+
+    def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
+        """Open the receiving end of a channel."""
+        if not isinstance(self._end, Receiver) or not self._end.routes:
+            self._end = Receiver(self._wire(arrivals))
+        return self._end.inbox(route)
+
+    def _wire(self, arrivals: Arrivals) -> Wire:
+        self._openings += 1
+        return Wire(self._peer, self._on_host, self._device, self.between, arrivals, self._openings - 1)

@@ -14,16 +14,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.alone import own_group
-from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
+from lightning_avgpipe.comm.line import Line, NetworkInbox, NetworkOutbox, Pair
 from lightning_avgpipe.comm.mailbox import Mailbox, meet
 from lightning_avgpipe.comm.topology import Edge, Party, Route
 from lightning_avgpipe.comm.transfer import UNLIMITED, Arrivals
@@ -39,25 +38,6 @@ _HOST = "avgpipe_gloo"  # backend of groups on the host
 _current: ProcessGroups | None = None  # the open network of this process
 # equal on all processes, because they make the same calls in the same order
 _openings, _runs = itertools.count(), itertools.count()
-
-End = TypeVar("End", Sender, Receiver)
-
-
-@dataclass
-class _Line:
-    """The line from one process to another.
-
-    Attributes:
-        on_host: connection of the hosts; a mailbox has the channels of both directions, and needs no ends.
-        between: connection of the devices; None if no stage sends tensors this way, or if they travel over the host.
-        openings: number of times that a wire was made on this line.
-        end: this process's end of the line, if channels are or were open.
-    """
-
-    on_host: Pair | Mailbox
-    between: Pair | None = None
-    openings: int = 0
-    end: Sender | Receiver | None = None
 
 
 class ProcessGroups:
@@ -88,7 +68,7 @@ class ProcessGroups:
         self._device_backend = device_backend
         self._shares = shared_memory and port_of(device).is_host
         self._store: dist.Store | None = None  # None while the network is closed
-        self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
+        self._lines: dict[tuple[int, int], Line | Mailbox] = {}  # by (source rank, target rank)
         self._mailboxes: dict[int, Mailbox | None] = {}  # by rank of the other process
         self._parties: dict[Party, dist.ProcessGroup] = {}
         # groups of which this process is a member: those that connect hosts, those that connect devices, and those that
@@ -133,8 +113,8 @@ class ProcessGroups:
         ends = route.source, route.target
         line = self._lines.get(ends)
         if line is None:
-            line = self._lines[ends] = _Line(self._pair(ends))
-        if self._between is not None and line.between is None and isinstance(route.what, Edge):
+            line = self._lines[ends] = self._line(ends)
+        if self._between is not None and isinstance(line, Line) and not line.between and isinstance(route.what, Edge):
             ranks = sorted(ends)
             pair = line.between = Pair(self._join(ranks, self._between), int(ranks[0] == self._rank))
             if self._rank in ends:
@@ -164,15 +144,11 @@ class ProcessGroups:
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
-        if isinstance(mailbox := self._lines[route.source, route.target].on_host, Mailbox):
-            return mailbox.outbox(route, arrivals)
-        return NetworkOutbox(route, self._end(Sender, route, arrivals))
+        return self._lines[route.source, route.target].outbox(route, arrivals)
 
     def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
         """Open the receiving end of a route."""
-        if isinstance(mailbox := self._lines[route.source, route.target].on_host, Mailbox):
-            return mailbox.inbox(route, arrivals)
-        return self._end(Receiver, route, arrivals).inbox(route)
+        return self._lines[route.source, route.target].inbox(route, arrivals)
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """Return the process group of a party."""
@@ -183,21 +159,10 @@ class ProcessGroups:
         """The backend of messages between devices. None for gloo, which would copy them over the host."""
         return None if self._device_backend == "gloo" else self._device_backend
 
-    def _end(self, kind: type[End], route: Route, arrivals: Arrivals) -> End:
-        """Return this process's end of the line of a route; make a new one if no channel is open on it."""
-        line = self._lines[route.source, route.target]
-        if not isinstance(line.end, kind) or not line.end.routes:
-            peer = route.target if route.source == self._rank else route.source
-            assert isinstance(line.on_host, Pair)
-            wire = Wire(peer, line.on_host, self._device, line.between, arrivals, line.openings)
-            line.openings += 1
-            line.end = kind(wire)
-        return line.end
-
-    def _pair(self, ends: tuple[int, int]) -> Pair | Mailbox:
+    def _line(self, ends: tuple[int, int]) -> Line | Mailbox:
         """Connect two processes on the host. On other processes this does nothing."""
         if self._rank not in ends:
-            return Pair(None, -1)
+            return Line(Pair(None, -1), -1, self._device)
         position = ends.index(self._rank)
         assert self._store is not None
         peer = ends[1 - position]
@@ -209,7 +174,7 @@ class ProcessGroups:
         store = dist.PrefixStore("{}/{}".format(*ends), self._store)
         made = _gloo(store, position, 2, self._timeout, threads=0)
         self._on_hosts.append(made)
-        return Pair(made, 1 - position)
+        return Line(Pair(made, 1 - position), peer, self._device)
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
