@@ -24,8 +24,8 @@ from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import Variable
 from lightning_avgpipe.state.outside import variables
 from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.utils.elsewhere import Elsewhere
 from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.placeholder import Elsewhere
 
 
 class Weights(Protocol):

@@ -25,8 +25,7 @@ from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.hooks import users_hooks
 from lightning_avgpipe.strategy.options import Configuration, Options
-from lightning_avgpipe.training.optimizer_shards import check_separable
-from lightning_avgpipe.training.stepping import scalers_of
+from lightning_avgpipe.training.stepping import check_separable, scalers_of
 from lightning_avgpipe.utils.lightning import (
     WEIGHT_AVERAGING,
     BasePredictionWriter,

@@ -34,10 +34,9 @@ from lightning_avgpipe.state.snapshot import assign
 from lightning_avgpipe.strategy.hooks import RUN_BY_ALL_PROCESSES, WITH_RESULTS
 from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.training.deployment import Deployment, hosts_of
-from lightning_avgpipe.utils.elsewhere import Elsewhere
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import joined
-from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.placeholder import Absent, Elsewhere
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 
 LARGEST = 2**20  # bytes; larger values of attributes that a step reads on other processes are not sent

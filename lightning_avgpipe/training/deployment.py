@@ -30,10 +30,10 @@ from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.group_traffic import traffic_lines
 from lightning_avgpipe.training.holdings import Holdings
-from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
+from lightning_avgpipe.training.stepping import OptimizerShards
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined, listed, nearest
 from lightning_avgpipe.utils.placeholder import Absent

@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.training.optimizer_shards import OptimizerShards
+from lightning_avgpipe.training.stepping import OptimizerShards
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import is_overridden
 from lightning_avgpipe.utils.names import listed

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.training.optimizer_shards import check_separable
+from lightning_avgpipe.training.stepping import check_separable
 from tests import processes
 from tests.averaging.models import Batches
 from tests.comparing import assert_equal, state

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_avgpipe.errors import AbsentValueError
-from lightning_avgpipe.utils.elsewhere import Elsewhere
+from lightning_avgpipe.utils.placeholder import Elsewhere
 
 VALUE = Elsewhere("net.means", "which stage 1 has")
 
