@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party, Route, StageMap, all_parties, control_routes, names, stage_replicas
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.transport import Transport
-from lightning_avgpipe.comm.waits import Running, Waits
+from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.utils.patching import noop
 
@@ -52,6 +52,7 @@ class Cluster:
         process: this process.
 
     Attributes:
+        process: as given.
         stage_map: as given, or as last passed to :meth:`rearrange`.
         device: device of this process.
         group_number: number of the group of this process.
@@ -73,21 +74,20 @@ class Cluster:
 
     def __init__(self, stage_map: StageMap, process: Process) -> None:
         self.stage_map, self.device = stage_map, process.device
-        self._process, self._network = process, process.network
+        self.process, self._network = process, process.network
         self.group_number, _ = stage_map.position(process.rank)
         alone = Party("alone", (process.rank,))
         mine = {party.what: party for party in all_parties(stage_map) if process.rank in party.ranks}
-        self.world = self._collectives_of(mine["world"])
-        self.group = self._collectives_of(mine["group"]) if "group" in mine else self.world
-        self.leaders = self._collectives_of(mine.get("leaders", alone))
+        self.world = Collectives(mine["world"], self)
+        self.group = Collectives(mine["group"], self) if "group" in mine else self.world
+        self.leaders = Collectives(mine.get("leaders", alone), self)
         self.averaging_group: TensorCollectives | None = None
         self.replicas: TensorCollectives | None = None
         if "groups" in mine:
-            self.averaging_group = TensorCollectives(
-                self._collectives_of(mine["groups"]), self.group_number // stage_map.replicas
-            )
+            team = self.group_number // stage_map.replicas
+            self.averaging_group = TensorCollectives(Collectives(mine["groups"], self), team)
         if "replicas" in mine:
-            self.replicas = TensorCollectives(self._collectives_of(mine["replicas"]))
+            self.replicas = TensorCollectives(Collectives(mine["replicas"], self))
         self._begin(None)  # nothing is watched before the cluster is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Cluster:
 
             def connect() -> None:
                 meet()
-                self._connect()
+                self.ensure_connected()
 
             self.waits.run(connect, "waits for the other processes to connect")
         self.transport.widen(1)
@@ -157,7 +157,7 @@ class Cluster:
         elif self.is_open:
             self.world.barrier("the end of the run")
             self.batches.close()
-        begin, limit_s = time.monotonic(), _DISCONNECTED_S if failed else self._process.timeout_s
+        begin, limit_s = time.monotonic(), _DISCONNECTED_S if failed else self.process.timeout_s
         self.transport.close(limit_s)
         self.waits.close(max(0.0, min(_DISCONNECTED_S, begin + limit_s - time.monotonic())))
         self.watch.close()
@@ -181,8 +181,8 @@ class Cluster:
         if self.is_open and (counts := stage_map.stage_replicas):
             self.connect(list(stage_replicas(stage_map)), f"replicas={list(counts)}")
         for party in stage_replicas(stage_map):
-            if self._process.rank in party.ranks:
-                self.replicas = TensorCollectives(self._collectives_of(party))
+            if self.process.rank in party.ranks:
+                self.replicas = TensorCollectives(Collectives(party, self))
 
     def connect(self, parties: Sequence[Party], what: str) -> Collectives | None:
         """Connect the members of each party, unless they are connected. Every process calls it.
@@ -201,7 +201,7 @@ class Cluster:
 
         if not self._network.has_joined(parties):  # the answer is the same on all processes
             self.waits.run(join, f"waits for the other processes to connect {what}")
-        return next((self._collectives_of(party) for party in parties if self._process.rank in party.ranks), None)
+        return next((Collectives(party, self) for party in parties if self.process.rank in party.ranks), None)
 
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all processes ask for the same operation, if the channels are open.
@@ -211,19 +211,19 @@ class Cluster:
         """
         if self.is_open and self.world.world_size > 1:
             self.waits.run(
-                lambda: self.watch.confirm(asked, where, self._process.timeout_s / 2),
+                lambda: self.watch.confirm(asked, where, self.process.timeout_s / 2),
                 f"waits for the other processes to ask for {asked} as well",
             )
 
     def links(self, stage_map: StageMap) -> tuple[Link, ...]:
         """Return the link of each hop; :func:`measure_links` runs once per stage map. Every process calls it."""
         if stage_map not in self._links:
-            self._links[stage_map] = measure_links(stage_map, self.group, self.transport, self.waits, self.device)
+            self._links[stage_map] = measure_links(self, stage_map)
         return self._links[stage_map]
 
     def _begin(self, store: dist.Store | None, keeper: str = "") -> None:
         """Begin a run with a new watch and new channels; nothing of an earlier run remains."""
-        process, arrivals = self._process, Arrivals()
+        process, arrivals = self.process, Arrivals()
         self.watch = Watch(
             process.rank,
             names(self.stage_map),
@@ -242,7 +242,7 @@ class Cluster:
 
     def _open_batches(self) -> None:
         ranks, transport = self.group.ranks, self.transport
-        reader, me = ranks[self.stage_map.reader], self._process.rank
+        reader, me = ranks[self.stage_map.reader], self.process.rank
         if self.reads:
             outboxes = {peer: transport.outbox(Route("batches", me, to)) for peer, to in enumerate(ranks) if to != me}
             self.batches = BatchStream(self.control, self.device, outboxes)
@@ -251,7 +251,7 @@ class Cluster:
             inbox = transport.inbox(Route("batches", reader, me))
             self.batches = BatchStream(self.control, self.device, inbox=inbox, doing=doing)
 
-    def _connect(self) -> None:
+    def ensure_connected(self) -> None:
         """Connect the processes, unless they are connected. Another trainer that ran since has closed connections."""
         if not self._network.is_open:
             self._network.open()
@@ -259,13 +259,3 @@ class Cluster:
                 self._network.join(party)
             for route in control_routes(self.stage_map):
                 self._network.connect(route)
-
-    def _collectives_of(self, party: Party) -> Collectives:
-        def begin(collective: Callable[[], object], doing: str) -> Running:
-            def connected() -> None:
-                self._connect()
-                collective()
-
-            return self.waits.begin(connected, doing)
-
-        return Collectives(party, self._process.rank, self._network, begin, lambda: self.waits.arrivals.moved())

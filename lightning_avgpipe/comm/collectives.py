@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,13 @@ from torch import Tensor
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes, pickled
 from lightning_avgpipe.comm.message import Message, compressed, decompressed
-from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.comm.transfer import transfer
 from lightning_avgpipe.comm.waits import Running
 from lightning_avgpipe.utils.random_streams import RandomKey
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.comm.cluster import Cluster
 
 T = TypeVar("T")
 
@@ -47,11 +49,7 @@ class Collectives:
 
     Args:
         party: members of the set.
-        rank: rank of this process among all.
-        network: network that connects the members; unused if there is only one.
-        begin: starts a function that waits for the other members; its second argument says, for errors, what this
-            process is doing.
-        moved: called when bytes have moved over a connection.
+        cluster: cluster of this process, which connects the members.
 
     Attributes:
         party: as given.
@@ -60,23 +58,15 @@ class Collectives:
         world_size: number of members.
     """
 
-    def __init__(
-        self,
-        party: Party,
-        rank: int,
-        network: ProcessGroups,
-        begin: Callable[[Callable[[], object], str], Running],
-        moved: Callable[[], None],
-    ) -> None:
-        self.ranks = party.ranks
-        self.rank, self.world_size = party.ranks.index(rank), len(party.ranks)
-        self.party, self._network = party, network
-        self._begin, self._moved = begin, moved
+    def __init__(self, party: Party, cluster: Cluster) -> None:
+        self.party, self.ranks = party, party.ranks
+        self.rank, self.world_size = party.ranks.index(cluster.process.rank), len(party.ranks)
+        self._cluster = cluster
 
     @property
     def process_group(self) -> Any:
         """The process group of the members, once they are connected; None for a single member."""
-        return None if self.world_size == 1 else self._network.group(self.party)
+        return None if self.world_size == 1 else self._cluster.process.network.group(self.party)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, unless there is only one member. If a process fails, the wait ends with an error."""
@@ -85,7 +75,16 @@ class Collectives:
 
     def begin(self, what: str, collective: Callable[[], object]) -> Running:
         """Start a collective in a thread of its own. Until it is over, the members must not start another one."""
-        return self._begin(collective, f"waits for the other processes in {what}")
+
+        def connected() -> None:
+            self._cluster.ensure_connected()
+            collective()
+
+        return self._cluster.waits.begin(connected, f"waits for the other processes in {what}")
+
+    def _moved(self) -> None:
+        """Note that bytes have moved over a connection."""
+        self._cluster.waits.arrivals.moved()
 
     def wait_for(self, work: Any, what: str) -> None:
         """Wait for a collective that has been started. No thread is needed for one that is already over."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Edge, StageMap
-from lightning_avgpipe.comm.transport import Transport
-from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.utils.device import host_now, port_of
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.comm.cluster import Cluster
 
 _SMALL = 64
 _LARGE = (256 * 1024, 4 * 1024**2, 32 * 1024**2)
@@ -57,19 +59,14 @@ def time_trips(trip: Callable[[int], None], now: Callable[[], float] = host_now)
     return max(0.0, large_s - small_s) / (size - _SMALL), small_s
 
 
-def measure_links(
-    stage_map: StageMap, group: Collectives, transport: Transport, waits: Waits, device: torch.device
-) -> tuple[Link, ...]:
+def measure_links(cluster: Cluster, stage_map: StageMap) -> tuple[Link, ...]:
     """Measure the link of each hop by round trips between neighbouring stages. Every process calls it.
 
     Hops between the same two processes are measured once. A hop takes about a fifth of a second at 100 Mbit/s.
 
     Args:
+        cluster: cluster with open channels, on which no message is in flight.
         stage_map: which process hosts which stage.
-        group: group of this process.
-        transport: transport with open channels, on which no message is in flight.
-        waits: waits for the neighbours.
-        device: device of this process.
 
     Returns:
         The link of each hop, on every process; shape ``(K-1,)``. A hop within a process is free.
@@ -78,28 +75,29 @@ def measure_links(
         PeerError: a neighbour does not answer in time.
     """
     asked: dict[tuple[int, int], Link] = {}
-    ends = list(itertools.pairwise(map(stage_map.owner, range(stage_map.num_stages))))
+    group, ends = cluster.group, list(itertools.pairwise(map(stage_map.owner, range(stage_map.num_stages))))
     for pair in dict.fromkeys(ends):
         if group.rank in pair and pair[0] != pair[1]:
-            link = _measure_hop(ends.index(pair), group.rank == pair[0], transport, waits, device)
+            link = _measure_hop(cluster, ends.index(pair), group.rank == pair[0])
             asked |= {} if link is None else {pair: link}
     everybody = {pair: link for links in group.exchange_objects(asked) for pair, link in links.items()}
     return tuple(everybody.get(pair, Link()) for pair in ends)
 
 
-def _measure_hop(hop: int, asks: bool, transport: Transport, waits: Waits, device: torch.device) -> Link | None:
+def _measure_hop(cluster: Cluster, hop: int, asks: bool) -> Link | None:
     """Send messages over a hop and return its link; at the other end, send messages back until an empty one arrives."""
-    there, back, port = Edge(0, hop, "forward"), Edge(0, hop, "backward"), port_of(device)
+    there, back = Edge(0, hop, "forward"), Edge(0, hop, "backward")
+    transport, port = cluster.transport, port_of(cluster.device)
     doing = f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed"
 
     def receive(edge: Edge) -> tuple[Tensor | None, ...]:
         inbox = transport.inbox(edge)
         inbox.expect(1)
-        waits.until(inbox.ready, doing)
+        cluster.waits.until(inbox.ready, doing)
         return inbox.get().tensors
 
     def trip(size: int) -> None:
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        payload = torch.zeros(size, dtype=torch.uint8, device=cluster.device)
         port.synchronize()
         transport.outbox(there).put(Message(0, (payload,)))
         receive(back)
