@@ -131,20 +131,13 @@ def documented(table: Table, further: Mapping[str, str] | None = None) -> Callab
     """
 
     def add(kind: Class) -> Class:
-        lines = inspect.cleandoc(kind.__doc__ or "").splitlines()
-        made: list[str] = []
-        pending: str | None = None
-        for line in [*lines, ""]:
-            ends = not line.startswith("        ")
-            if ends and pending is not None:
-                made.append(f"        {pending}")
-                pending = None
-            made.append(line)
-            name = line.strip().partition(":")[0]
-            if line.startswith("    ") and ends and name in table:
-                said = f"{text} " if (text := (further or {}).get(name)) else ""
-                pending = f"{said}Allowed: {table[name].what}; for example ``{name}={table[name].example}``."
-        kind.__doc__ = "\n".join(made)
+        text = inspect.cleandoc(kind.__doc__ or "")
+        for name, allowed in table.items():
+            said = f"{further[name]} " if further and name in further else ""
+            line = f"        {said}Allowed: {allowed.what}; for example ``{name}={allowed.example}``."
+            # behind the description of the argument and its continuation lines
+            text = re.sub(rf"^    {name}:.*(?:\n        .*)*", lambda found: f"{found[0]}\n{line}", text, flags=re.M)  # noqa: B023
+        kind.__doc__ = text
         return kind
 
     return add
