@@ -259,7 +259,8 @@ class Numbering:
         key = forms, rest
         try:
             found = self._structures.get(key)
-            structure = found or Structure(forms, rest, _NEW if self._has_room else _UNNUMBERED)
+            has_room = len(self._structures) < _MAX_NUMBERED
+            structure = found or Structure(forms, rest, _NEW if has_room else _UNNUMBERED)
         except TypeError:  # an unhashable leaf: sent in full every time
             structure = Structure(forms, rest, _UNNUMBERED)
         new, text = route not in self._channels, b""
@@ -268,10 +269,6 @@ class Numbering:
         if structure.number == _NEW:
             self._structures[key] = replace(structure, number=len(self._structures))
         return Head(structure, self._channels.setdefault(route, len(self._channels)), text)
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._structures) < _MAX_NUMBERED
 
 
 class ReceivedStructures:

@@ -313,7 +313,7 @@ class Sender:
     in_parts = True
 
     def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+        self.wire, self.port = wire, wire.port
         self.routes: set[Route] = set()
         self._numbering = Numbering()
         self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
@@ -322,10 +322,6 @@ class Sender:
         self._sending: Route | None = None
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send to rank {wire.peer}", daemon=True)
         self._thread.start()
-
-    def event(self) -> Any:
-        """Return an event after which tensors that the device is computing now may be read."""
-        return self.wire.port.event()
 
     def put(self, outgoing: Outgoing) -> None:
         """Send a message after those that were put before it; return without waiting.
@@ -426,7 +422,7 @@ class NetworkOutbox:
         """Queue a message to be sent, notify the observers, and return without waiting."""
         # tensors on the host are already computed, so they need no event of the device
         on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
-        self.pass_on(message, None if on_host else self._sender.event(), observers)
+        self.pass_on(message, None if on_host else self._sender.port.event(), observers)
 
     @property
     def in_parts(self) -> bool:

@@ -232,9 +232,6 @@ class Mailbox:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def event(self) -> None:
-        """Return None: tensors on the host need no event, since they are already computed."""
-
     def put(self, outgoing: Outgoing) -> None:
         """Send a message, or queue it if there is no room; return without waiting.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -211,11 +212,9 @@ class ParallelPipelines:
             self.ensemble.averager.abandon()
         self.dissolve(average=False)
 
-    @contextlib.contextmanager
-    def showing_reference(self, reference: bool = True) -> Iterator[None]:
-        """Give the module the weights of the reference, or those of pipeline 0, within this context."""
-        with contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference):
-            yield
+    def showing_reference(self, reference: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which the module has the weights of the reference, or those of pipeline 0."""
+        return contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference)
 
     def show_reference(self, reference: bool) -> None:
         """Give the module the weights of the reference, or those of pipeline 0, until the next call."""

@@ -100,15 +100,11 @@ class Origin:
     def fill_buffers(self) -> None:
         """Fill all buffers without contents, on every process: any of them may compute what uses only the batch."""
         for path, module in self._module.named_modules():
-            absent = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
-            names = {leaf: joined(path, leaf) for leaf in absent}
-            shadow = None if all(name in self._loaded for name in names.values()) else self._initialised(path)
-            for leaf, buffer in absent.items():
-                if names[leaf] in self._loaded:
-                    module._buffers[leaf] = self._read(names[leaf], buffer)
-                else:
-                    assert shadow is not None
-                    module._buffers[leaf] = shadow._buffers[leaf]
+            absent = {joined(path, leaf): leaf for leaf, b in module._buffers.items() if b is not None and b.is_meta}
+            filled = module if absent.keys() <= self._loaded.keys() else self._initialised(path)
+            for name, leaf in absent.items():
+                loaded = self._read(name, module.get_buffer(leaf)) if name in self._loaded else None
+                module._buffers[leaf] = filled._buffers[leaf] if loaded is None else loaded
 
     def _read(self, name: str, target: Tensor) -> Tensor:
         return self._loaded[name].detach().to(self._device, target.dtype, copy=True)

@@ -79,10 +79,6 @@ class Relocation:
         order = sorted(found, key=lambda pair: (sum(pair) % size, min(pair), pair))
         return {pair: tuple(found[pair]) for pair in order}
 
-    def leaving(self, rank: int) -> list[str]:
-        """Return the names with new owners that do not include a process, whether it holds them now or not."""
-        return [name for name, ranks in self.new.items() if rank not in ranks]
-
     def carry_out(
         self, processes: Collectives, held: Callable[[str], Any], bucket_bytes: int = _BUCKET_BYTES
     ) -> dict[str, Arrival]:
@@ -265,7 +261,7 @@ def relocate(
         device: device of received tensors that were on a device at the sender.
     """
     arrived = relocation.carry_out(processes, lambda name: [kind.held(name) for kind in kinds])
-    leaving = relocation.leaving(processes.rank)
+    leaving = [name for name, ranks in relocation.new.items() if processes.rank not in ranks]
     for kind in reversed(kinds) if leaving else ():
         kind.drop(leaving)
     for name in list(arrived):
