@@ -80,16 +80,10 @@ class Register:
 
 
 class Items(NamedTuple):
-    """A template of a list, tuple or slice."""
+    """A template of a list, tuple, slice or dict."""
 
     kind: Callable[[list[Any]], Any]
     parts: tuple[Any, ...]
-
-
-class Fields(NamedTuple):
-    """A template of a dict."""
-
-    parts: tuple[tuple[Any, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -115,9 +109,7 @@ def fill(template: Any, slots: Sequence[Any]) -> Any:
         return template.value
     if kind is Items:
         return template[0]([fill(part, slots) for part in template[1]])
-    if kind is Register:
-        return template.held[template.name]
-    return {name: fill(part, slots) for name, part in template[0]}
+    return template.held[template.name]
 
 
 def slice_of(parts: list[Any]) -> slice:
@@ -125,15 +117,17 @@ def slice_of(parts: list[Any]) -> slice:
     return slice(*parts)
 
 
+def dict_of(parts: list[Any]) -> dict[Any, Any]:
+    """Return a dict with these keys and these values."""
+    return dict(zip(*parts, strict=True))
+
+
 def parts_of(templates: Iterable[Any]) -> list[Any]:
     """Return the templates of single values within nested templates."""
     found: list[Any] = []
     for template in templates:
-        kind = type(template)
-        if kind is Items:
+        if type(template) is Items:
             found += parts_of(template.parts)
-        elif kind is Fields:
-            found += parts_of(part for _, part in template.parts)
         else:
             found.append(template)
     return found
@@ -180,7 +174,6 @@ class Instruction:
         module: called module, for a call.
         answer: expected answer, for a question; the pickled object, for an object; else the form of the result.
         draw: random stream that begins before the instruction, for glue that may draw.
-        form: form of what a node returned, see :func:`form_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
         separated: whether a node that returns an argument must return a view of it.
         is_plain: whether a node writes into no objects, and needs neither ``separated`` nor a watch over its draws.
@@ -196,7 +189,6 @@ class Instruction:
     module: nn.Module | None = None
     answer: Any = None
     draw: Draw | None = None
-    form: Any = None
     entry: ResultDescription | None = field(default=None, compare=False)
     separated: bool = False
     is_plain: bool = False
@@ -284,7 +276,7 @@ class FlatProgram:
                 continue
             if kind == "node":
                 outcome = _execute(instruction, args, kwargs, runner)
-                if form_of(outcome) != instruction.form:
+                if form_of(outcome) != instruction.answer:
                     raise FormChanged(instruction, self._leaves_something(until=instruction))
                 made, entry = outcome.tensors, instruction.entry
                 if entry is None:
@@ -495,19 +487,17 @@ class ProgramWriter:
         self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
     ) -> None:
         """Note a call of a free function with these tensors."""
-        name = function_name(function)
         if any(isinstance(tensor, Absent) for tensor in tensors):
             return  # its result is absent too
-        if not isinstance(result, Tensor) and not tree.tensors(result):
-            if tensors and result is not None and not _is_plain(result):
-                raise Unwritable(f"{name}() returns something other than tensors")
-            if tensors:
-                is_glue = result is None
-                answer = _free_form("glue", None, None, ()) if is_glue else result
-                self._write("glue" if is_glue else "question", function, args, kwargs, (), answer=answer)
+        made = tree.tensors(result)
+        if not (made or tensors):
             return
-        form = _free_form("glue", None, result, tree.tensors(result))
-        self._write("glue", function, args, kwargs, result, answer=form)
+        if not (made or result is None or _is_plain(result)):
+            raise Unwritable(f"{function_name(function)}() returns something other than tensors")
+        if made or result is None:
+            self._write("glue", function, args, kwargs, result, answer=_free_form("glue", None, result, made))
+        else:
+            self._write("question", function, args, kwargs, (), answer=result)
 
     @_writing
     def begin_node(self, operation: Operation) -> None:
@@ -539,7 +529,7 @@ class ProgramWriter:
             outcome.tensors,
             operation.module,
             node=node,
-            form=form_of(outcome),
+            answer=form_of(outcome),
             entry=None if differs else outcome.entry,
             separated=separated,
             is_plain=not (node.writes_objects or separated or self.context.drawing.watches_functions(node)),
@@ -660,7 +650,7 @@ class ProgramWriter:
         if kind is tuple or kind is list:
             return Items(kind, tuple(map(self._template, item)))
         if kind is dict:
-            return Fields(tuple((name, self._template(part)) for name, part in item.items()))
+            return Items(dict_of, (self._template(tuple(item)), self._template(tuple(item.values()))))
         if kind is slice:
             return Items(slice_of, tuple(map(self._template, (item.start, item.stop, item.step))))
         return self._of_object(item)
