@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -97,9 +97,9 @@ class Exchange:
         )
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A submodule that one process runs.
+@dataclass
+class UnitCall:
+    """A call of a submodule that one process runs. Only this process has leaves and outputs, which are of its graph.
 
     Attributes:
         module: the submodule, on every process; its parameters have contents only where it runs.
@@ -107,6 +107,9 @@ class Unit:
         owner: rank of the process that runs it.
         parameters: its trained parameters.
         held: for each of these parameters, whether only the owner holds it.
+        leaves: leaves inside of the unit that stand for the tensors that it took.
+        outputs: tensors that the unit made.
+        shares_graph: whether gradients of gradients use the same graph, so that each backward must retain it.
     """
 
     module: nn.Module
@@ -114,6 +117,9 @@ class Unit:
     owner: int
     parameters: Sequence[nn.Parameter]
     held: Sequence[bool]
+    leaves: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    shares_graph: bool = False
 
 
 class _Place:
@@ -121,25 +127,6 @@ class _Place:
 
     def __init__(self, argument: int | None) -> None:
         self.argument = argument
-
-
-@dataclass
-class _Record:
-    """The data of a call that its backward needs. Only the owner has leaves and outputs, which are of its graph.
-
-    Attributes:
-        unit: called unit.
-        num_inputs: number of tensors that the unit took.
-        leaves: leaves inside of the unit that stand for these tensors.
-        outputs: tensors that the unit made.
-        shares_graph: whether gradients of gradients use the same graph, so that each backward must retain it.
-    """
-
-    unit: Unit
-    num_inputs: int = 0
-    leaves: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    shares_graph: bool = False
 
 
 class Joint:
@@ -157,58 +144,57 @@ class Joint:
         self.runs = False
         self._inspected: set[str] = set()
 
-    def call(self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, call: UnitCall, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit, and return its result. Every process must call this, and has the same random state afterwards.
 
         Args:
-            unit: unit to be called.
+            call: the call, which has not run yet.
             run: executes the unit.
             args: positional arguments, whose tensors have the same contents on every process.
             kwargs: keyword arguments, likewise.
         """
-        device, mine = self.exchange.device, unit.owner == self.exchange.rank
+        device, mine = self.exchange.device, call.owner == self.exchange.rank
         before = RandomState(device)
-        hidden = _hidden(unit.module)
+        hidden = _hidden(call.module)
         inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
-        traced = torch.is_grad_enabled() and (bool(unit.parameters) or any(t.requires_grad for t in inputs))
-        record, announced = _Record(unit), None
+        traced = torch.is_grad_enabled() and (bool(call.parameters) or any(t.requires_grad for t in inputs))
+        announced = None
         if mine:
-            given, now = self._run(record, run, args, kwargs, hidden, traced), RandomState(device)
+            given, now = self._run(call, run, args, kwargs, hidden, traced), RandomState(device)
             announced = given, None if now.is_same(before) else now
-        what = f"unit '{unit.path}'"
+        what = f"unit '{call.path}'"
         try:
             (structure, written, changed, tensors, wants, idle), drawn = self.exchange.broadcast(
-                what, unit.owner, announced
+                what, call.owner, announced
             )
         except UnsendableError as error:
             error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
             raise
         taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
-        pieces = iter(self._joined(record, tensors, wants, taken))
+        pieces = iter(self._joined(call, tensors, wants, taken))
         result = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in structure[0]], structure[1])
         for i in written:
             inputs[i].copy_(next(pieces))
         for path, name, leaves, spec in changed:
             value = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in leaves], spec)
-            setattr(unit.module.get_submodule(path), name, value)
+            setattr(call.module.get_submodule(path), name, value)
         if drawn is not None and not mine:
             drawn.restore(device)
         return result
 
     def _joined(
-        self, record: _Record, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]
+        self, call: UnitCall, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return the tensors of a call as outputs of one autograd function of its inputs and parameters."""
         if not any(wants):
             return tensors
-        record.num_inputs = len(inputs)
         anchor = torch.empty(0, requires_grad=True, device="cpu")
-        made: Sequence[Tensor] = _Joined.apply(self, record, tensors, wants, anchor, *inputs, *record.unit.parameters)
+        made: Sequence[Tensor] = _Joined.apply(self, call, tensors, wants, anchor, *inputs, *call.parameters)
         return made
 
     def _run(
         self,
-        record: _Record,
+        call: UnitCall,
         run: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -216,12 +202,12 @@ class Joint:
         traced: bool,
     ) -> Any:
         """Execute the unit in a graph of its own; return the data that is shared with the other processes."""
-        module, path = record.unit.module, record.unit.path
+        module, path = call.module, call.path
         writes = any(getattr(inner, "inplace", False) is True for inner in module.modules())
         begin = torch.zeros((), requires_grad=True, device="cpu").view(()) if traced else None
         entered = _Entered(traced, writes)
         own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
-        record.leaves = entered.leaves
+        call.leaves = entered.leaves
         before, num_arguments = Snapshot((), module.modules()), len(entered.tensors)
         with replaced(self, "runs", True), entered.lent(hidden):
             result = run(*own_args, **own_kwargs)
@@ -237,43 +223,43 @@ class Joint:
         changed = [(*key, *_split_tensors(value, made, entered.numbers)) for *key, value in _changes(module, before)]
         if begin is not None and path not in self._inspected:
             self._inspected.add(path)
-            _refuse_outer(record, made, begin)
+            _refuse_outer(call, made, begin)
         # an unused tensor in an attribute may belong to an earlier graph
         idle = entered.unused(made, num_arguments) if traced and hidden else []
-        record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
-        record.outputs = made if traced else []
+        call.leaves = [leaf for i, leaf in enumerate(call.leaves) if i not in idle]
+        call.outputs = made if traced else []
         return structure, written, changed, [t.detach() for t in made], [traced and t.requires_grad for t in made], idle
 
     def backward(
-        self, record: _Record, gradients: Sequence[Tensor | None], inputs: Callable[[], Sequence[Tensor]]
+        self, call: UnitCall, gradients: Sequence[Tensor | None], inputs: Callable[[], Sequence[Tensor]]
     ) -> list[Tensor | None]:
         """Compute the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
-        unit, mine = record.unit, record.unit.owner == self.exchange.rank
+        mine = call.owner == self.exchange.rank
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
             if accumulates:
                 raise CaptureError(
-                    f"a backward with create_graph=True reaches unit '{unit.path}': the gradients of parameters would "
+                    f"a backward with create_graph=True reaches unit '{call.path}': the gradients of parameters would "
                     "be in a graph that one process has; use torch.autograd.grad(loss, inputs, create_graph=True)"
                 )
-            found = self._differentiable(record, gradients, inputs())
-            return [*found, *(None for _ in unit.parameters)]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph() or record.shares_graph
+            found = self._differentiable(call, gradients, inputs())
+            return [*found, *(None for _ in call.parameters)]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph() or call.shares_graph
         answer = None
         if mine:
-            own = [*record.leaves, *unit.parameters]
-            found = _gradients(record.outputs, gradients, own, retain_graph=keep)
-            of_parameters = found[record.num_inputs :]
+            own = [*call.leaves, *call.parameters]
+            found = _gradients(call.outputs, gradients, own, retain_graph=keep)
+            of_parameters = found[len(call.leaves) :]
             answer = (
-                found[: record.num_inputs],
-                [g if not held else g is not None for g, held in zip(of_parameters, unit.held, strict=True)],
+                found[: len(call.leaves)],
+                [g if not held else g is not None for g, held in zip(of_parameters, call.held, strict=True)],
             )
-        shared = self.exchange.broadcast(f"the backward of unit '{unit.path}'", unit.owner, answer)
+        shared = self.exchange.broadcast(f"the backward of unit '{call.path}'", call.owner, answer)
         if mine:
             return found
         of_inputs, of_parameters = shared
         rest: list[Tensor | None] = []
-        for gradient, held, parameter in zip(of_parameters, unit.held, unit.parameters, strict=True):
+        for gradient, held, parameter in zip(of_parameters, call.held, call.parameters, strict=True):
             if not held:
                 rest.append(gradient)
             else:  # autograd.grad needs a gradient for each input, and an empty one serves
@@ -281,27 +267,26 @@ class Joint:
         return [*of_inputs, *rest]
 
     def _differentiable(
-        self, record: _Record, gradients: Sequence[Tensor | None], taken: Sequence[Tensor]
+        self, call: UnitCall, gradients: Sequence[Tensor | None], taken: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Return the gradients of a call's inputs, in a graph of these inputs and ``gradients`` on every process."""
-        unit, given = record.unit, [g for g in gradients if g is not None]
-        inputs = [*taken, *given]
-        inner, answer = _Record(unit, shares_graph=True), None
-        record.shares_graph = True
-        if unit.owner == self.exchange.rank:
+        given, answer = [g for g in gradients if g is not None], None
+        call.shares_graph = True
+        inner = replace(call, leaves=[], outputs=[])
+        if call.owner == self.exchange.rank:
             entered = iter([g.detach().requires_grad_() for g in given])
             own = [None if g is None else next(entered) for g in gradients]
-            found = _gradients(record.outputs, own, record.leaves, create_graph=True)
-            inner.leaves = [*record.leaves, *(g for g in own if g is not None)]
+            found = _gradients(call.outputs, own, call.leaves, create_graph=True)
+            inner.leaves = [*call.leaves, *(g for g in own if g is not None)]
             inner.outputs = [g for g in found if g is not None]
             answer = (
                 [g is not None for g in found], [g.detach() for g in inner.outputs],
                 [g.requires_grad for g in inner.outputs],
             )  # fmt: skip
         there, tensors, wants = self.exchange.broadcast(
-            f"the gradients of unit '{unit.path}' in a graph", unit.owner, answer
+            f"the gradients of unit '{call.path}' in a graph", call.owner, answer
         )
-        pieces = iter(self._joined(inner, tensors, wants, inputs))
+        pieces = iter(self._joined(inner, tensors, wants, [*taken, *given]))
         return [next(pieces) if exists else None for exists in there]
 
 
@@ -312,15 +297,15 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any,
         joint: Joint,
-        record: _Record,
+        call: UnitCall,
         tensors: Sequence[Tensor],
         wants: Sequence[bool],
         anchor: Tensor,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.joint, ctx.record = joint, record
+        ctx.joint, ctx.call = joint, call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*rest[: record.num_inputs])
+        ctx.save_for_backward(*rest[: len(rest) - len(call.parameters)])
         made = tuple(tensor.detach() for tensor in tensors)
         ctx.mark_non_differentiable(*(t for t, wanted in zip(made, wants, strict=True) if not wanted))
         return made
@@ -328,7 +313,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs = partial(getattr, ctx, "saved_tensors")  # read late: fails if changed in place
-        return (*[None] * 5, *ctx.joint.backward(ctx.record, gradients, inputs))
+        return (*[None] * 5, *ctx.joint.backward(ctx.call, gradients, inputs))
 
 
 def _gradients(
@@ -455,18 +440,18 @@ def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:
+def _refuse_outer(call: UnitCall, made: Sequence[Tensor], begin: Tensor) -> None:
     """Check that a unit's graph ends at its arguments and parameters, since other tensors would get no gradient."""
     assert begin.grad_fn is not None
-    first, unit = begin.grad_fn._sequence_nr(), record.unit
-    known = {id(t) for t in (*record.leaves, *unit.module.parameters())}
+    first = begin.grad_fn._sequence_nr()
+    known = {id(t) for t in (*call.leaves, *call.module.parameters())}
     for node in nodes_of(made):
         variable = getattr(node, "variable", None)
         strange = id(variable) not in known if variable is not None else node._sequence_nr() < first
         if strange:
             shape = "" if variable is None else f" of shape {tuple(variable.shape)}"
             raise CaptureError(
-                f"unit '{unit.path}', called at {source_line()}, uses a tensor{shape} that is trained and neither an "
+                f"unit '{call.path}', called at {source_line()}, uses a tensor{shape} that is trained and neither an "
                 "argument nor its own; other processes cannot send it a gradient. Pass it as an argument, or use one "
                 "process (devices=1)"
             )

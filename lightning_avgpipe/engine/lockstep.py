@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.capture.tracer import StepTracer, function_name
-from lightning_avgpipe.engine.joint import Exchange, Joint, Unit
+from lightning_avgpipe.engine.joint import Exchange, Joint, UnitCall
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
@@ -151,8 +151,8 @@ class Lockstep(StepTracer):
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
         parameters = [p for p in module.parameters() if p.requires_grad]
-        unit = Unit(module, path, owner, parameters, [id(p) in self._names for p in parameters])
-        result = self.joint.call(unit, run, args, kwargs)
+        call = UnitCall(module, path, owner, parameters, [id(p) in self._names for p in parameters])
+        result = self.joint.call(call, run, args, kwargs)
         if owner == self.exchange.rank:
             for name, buffer in module.named_buffers(path):
                 if name in self._owner:
