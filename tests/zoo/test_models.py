@@ -24,8 +24,7 @@ def of_transformers(models: dict[str, Any]) -> dict[str, Case]:
 
 OWN: dict[str, Case] = {model.__name__: (model, model.example) for model in own_models.MODELS}
 MODELS = {**OWN, **of_transformers(transformers_models.MODELS)}
-# with three stages; the others of tests/models.py are trained elsewhere
-FAST = {"bert", "gpt2", *OWN} - {"UNet", "ConvNet", "LSTMStack", "TinyTransformer", "CheckpointedReentrant"}
+FAST = {"bert", "gpt2", *OWN} - {"CheckpointedReentrant"}  # with three stages
 DRAWING: dict[str, Case] = {
     **{model.__name__: (model, model.example) for model in own_models.DRAWING},
     **of_transformers(transformers_models.DRAWING),
