@@ -19,15 +19,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.state.outside import names_in
-from lightning_avgpipe.strategy import state_of_stages
 from tests import processes
 from tests.comparing import assert_equal
 from tests.strategy.steps import Layers, Make, data, errors_of_two_processes, piped
@@ -323,7 +321,7 @@ class Listens(L.Callback):
 
 
 class Decides(L.Callback):
-    """Scales inputs by the metrics of the epoch that has ended, on every process."""
+    """Scales inputs by the metrics of the epoch that has ended, or of the sanity check, on every process."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         module.tau = 1 / (1 + float(trainer.callback_metrics.get("loss", 9.0)))
@@ -351,8 +349,8 @@ def as_one(devices: int, make: Make, num_stages: int) -> dict[str, Tensor]:
     return piped(make(), num_stages, devices, {**THREE_EPOCHS, "num_sanity_val_steps": 0}).state_dict()
 
 
-def callbacks_on_every_process_find_the_metrics_of_an_epoch(devices: int) -> Any:
-    return as_one(devices, Scales, devices)
+def callbacks_on_every_process_find_the_metrics_of_an_epoch_and_of_the_sanity_check(devices: int) -> Any:
+    return piped(Scales(), devices, devices, THREE_EPOCHS).state_dict()
 
 
 class Sees(L.Callback):
@@ -361,8 +359,18 @@ class Sees(L.Callback):
             group["lr"] *= 1 + 1 / module.seen
 
 
+@dataclass
+class Slows(L.Callback):
+    """A data class, which has no hash."""
+
+    by: float = 0.9
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        module.optimizers().param_groups[0]["lr"] *= self.by / (1 + module.last)
+
+
 class Searched(Layers):
-    """A search for a learning rate comes first; then a schedule and a callback read what the step keeps."""
+    """A search for a learning rate comes first; then a schedule and callbacks read what the step keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,48 +391,11 @@ class Searched(Layers):
         super().optimizer_step(*args, **kwargs)
 
     def configure_callbacks(self) -> Any:
-        return [LearningRateFinder(num_training_steps=2), Sees()]
+        return [LearningRateFinder(num_training_steps=2), Sees(), Slows()]
 
 
 def a_search_for_a_learning_rate_does_not_change_what_hooks_find(devices: int) -> Any:
     return piped(Searched(), 2, devices).state_dict()
-
-
-@dataclass
-class Slows(L.Callback):
-    """A data class, which has no hash."""
-
-    by: float = 0.9
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        module.optimizers().param_groups[0]["lr"] *= self.by / (1 + module.last)
-
-
-class Slowed(Searched):
-    def configure_callbacks(self) -> Any:
-        return [Slows()]
-
-
-def callbacks_may_be_data_classes(devices: int) -> Any:
-    return piped(Slowed(), 2, devices).state_dict()
-
-
-def searches_of_code(devices: int, epochs: int) -> int:
-    """How often this process searches the code of hooks for what they read."""
-    searched: list[None] = []
-
-    def counted(*args: Any) -> frozenset[str]:
-        searched.append(None)
-        return names_in(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_of_stages, "names_in", counted)
-        piped(Slowed(), 2, devices, {"max_epochs": epochs})
-    return len(searched)
-
-
-def more_epochs_search_no_more_code(devices: int) -> int:
-    return searches_of_code(devices, epochs=2) - searches_of_code(devices, epochs=1)
 
 
 AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
@@ -476,19 +447,25 @@ def hooks_that_call_each_other_are_followed_once(devices: int) -> Any:
 
 
 class Keeping(nn.Module):
-    """A layer that counts, keeps numbers and statistics, and makes a buffer of its first batch."""
+    """Counts its calls, goes by their number, and keeps numbers and statistics. In the first call it fills a weight and
+    makes a buffer of its batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.calls, self.kept = nn.Linear(8, 8), nn.BatchNorm1d(8), 0, list[float]()
+        self.scale, self.is_filled = nn.Parameter(torch.ones(8)), False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.linear(x))
-        if not hasattr(self, "centre"):
-            self.register_buffer("centre", x.detach().mean(0))
         self.calls += 1
         self.kept.append(x.detach().square().mean().item())
-        return x - self.centre
+        if not hasattr(self, "centre"):
+            self.register_buffer("centre", x.detach().mean(0))
+        if not self.is_filled:
+            self.scale.data.copy_(1 + x.detach().abs().mean(0))
+            self.is_filled = True
+        return (x - self.centre) * self.scale / self.calls**0.5
 
 
 class Reads(L.Callback):
@@ -530,31 +507,12 @@ def hooks_read_what_submodules_of_another_process_keep(devices: int) -> Any:
     return module.state_dict(), dict(module.trainer.callback_metrics)
 
 
-class Warming(nn.Module):
-    """Counts its calls and goes by their number. In the first one it fills a weight and registers a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls, self.kept, self.is_filled = nn.Linear(8, 8), 0, list[float](), False
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.kept.append(x.detach().square().mean().item())
-        if not hasattr(self, "centre"):
-            self.register_buffer("centre", x.detach().mean(0))
-        if not self.is_filled:
-            self.scale.data.copy_(1 + x.detach().abs().mean(0))
-            self.is_filled = True
-        return (self.linear(x) - self.centre) * self.scale / self.calls**0.5
-
-
 class Unwatched(Layers):
     """No hook reads what its second layer keeps, in a sanity check, training, validation and test."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.b = Warming()  # type: ignore[assignment]
+        self.b = Keeping()  # type: ignore[assignment]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.through(batch[0] + 1)
@@ -568,7 +526,7 @@ def before_training_and_after_a_run_every_process_has_what_submodules_keep(devic
     module = piped(Unwatched(), devices, devices, **options)
     calls, kept = module.b.calls, list(module.b.kept)
     module.trainer.test(module, data(), verbose=False)
-    module.through(torch.ones(1, 8))  # by a user, on each process
+    module.through(torch.ones(2, 8))  # by a user, on each process
     assert (calls, module.b.calls) == (40, 57)  # of two, four, four and four batches, and one
     return module.state_dict(), kept, module.b.kept
 
@@ -635,19 +593,6 @@ def test_hooks_read_the_statistics_of_all_models_whatever_the_order_of_iteration
     expected = statistics(1)
     assert all(expected)
     assert_equal(in_two[0]["statistics"], expected)
-
-
-class Monitored(Layers):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.loss(batch))
-
-
-def callbacks_find_metrics_on_every_process_in_the_sanity_check_too(devices: int) -> Any:
-    found = list[float]()
-    monitor = LambdaCallback(on_validation_epoch_end=lambda trainer, _: found.append(trainer.callback_metrics["loss"]))
-    piped(Monitored(), 2, devices, {"callbacks": [monitor]}, costs="flops", verify=False)
-    assert len(found) == 2
-    return found
 
 
 class Scaled(nn.Module):
@@ -804,12 +749,6 @@ class Centred(Layers):
         self.b = Centring()  # type: ignore[assignment]
 
 
-def every_process_has_a_buffer_that_was_registered_without_a_tensor(devices: int) -> Any:
-    state = piped(Centred(), 2, devices, split_points=["c"]).state_dict()
-    assert "b.centre" in state
-    return state
-
-
 class Quantizes(Layers):
     """Trains for quantisation of its first weight: operations of the step give buffers the shape of what they see."""
 
@@ -821,25 +760,22 @@ class Quantizes(Layers):
         return super().through(nn.functional.linear(self.a(x), self.quantize.forward(self.a.weight)))
 
 
-def every_process_has_a_buffer_whose_shape_its_stage_changes(devices: int) -> Any:
-    state = piped(Quantizes(), 2, devices, split_points=["b"]).state_dict()
-    assert state["quantize.activation_post_process.min_val"].shape == (8,)
-    return state
+def every_process_has_buffers_to_which_their_stage_gives_a_tensor_or_a_shape(devices: int) -> Any:
+    centred = piped(Centred(), 2, devices, split_points=["c"]).state_dict()
+    quantized = piped(Quantizes(), 2, devices, split_points=["b"]).state_dict()
+    assert "b.centre" in centred and quantized["quantize.activation_post_process.min_val"].shape == (8,)
+    return centred, quantized
 
 
 FINDS = (
-    callbacks_on_every_process_find_the_metrics_of_an_epoch,
+    callbacks_on_every_process_find_the_metrics_of_an_epoch_and_of_the_sanity_check,
     hooks_that_call_each_other_are_followed_once,
     a_search_for_a_learning_rate_does_not_change_what_hooks_find,
-    callbacks_may_be_data_classes,
-    more_epochs_search_no_more_code,
     hooks_read_what_submodules_of_another_process_keep,
     before_training_and_after_a_run_every_process_has_what_submodules_keep,
-    callbacks_find_metrics_on_every_process_in_the_sanity_check_too,
     at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them,
     at_the_end_hooks_find_all_weights_of_all_models_on_every_process,
-    every_process_has_a_buffer_that_was_registered_without_a_tensor,
-    every_process_has_a_buffer_whose_shape_its_stage_changes,
+    every_process_has_buffers_to_which_their_stage_gives_a_tensor_or_a_shape,
 )
 
 
