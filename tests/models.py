@@ -56,6 +56,14 @@ class MLP(Regression):
         return self.layers(x)
 
 
+class MadeOnMeta(MLP):
+    """Has weights without contents until training begins; each process then has those of its stages."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.layers = MLP().layers
+
+
 class Normed(Regression):
     """Buffers that its stages change, and random numbers."""
 

@@ -83,7 +83,12 @@ def heard(module: Regression, num_stages: int = 3, devices: int = 1, **options: 
 
 @pytest.mark.parametrize(
     ("say", "options"),
-    [(by_print, {}), (by_stderr, {"verify": 1}), (by_warning, {"recompute": True}), (by_logger, {"verify": 1})],
+    [
+        (by_print, {"costs": "measured"}),
+        (by_stderr, {"verify": 1}),
+        (by_warning, {"recompute": True}),
+        (by_logger, {"verify": 1}),
+    ],
 )
 def test_each_micro_batch_is_heard_once(say: Callable[[str], None], options: dict[str, Any]) -> None:
     lines = heard(Speaks(say), **options)

@@ -43,7 +43,7 @@ from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, Configurati
 from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.comparing import assert_close, assert_equal, state
-from tests.models import MLP, Normed, loader
+from tests.models import MLP, MadeOnMeta, Normed, loader
 from tests.trainers import both, pipeline, trainer, twins
 
 
@@ -238,14 +238,6 @@ def test_averaged_weights_are_those_of_one_device(average: L.Callback) -> None:
     both(MLP, loader(MLP, 24, 8), loader(MLP, 8, 8), callbacks=[average], max_epochs=3)
 
 
-class MadeOnMeta(MLP):
-    """Has weights without contents until training begins."""
-
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.layers = MLP().layers
-
-
 def refused() -> str:
     with pytest.raises(ConfigurationError) as error:
         pipeline(2, 2, callbacks=[StochasticWeightAveraging(0.01)]).fit(MadeOnMeta(), loader(MLP, 8, 8))
@@ -421,53 +413,46 @@ def test_devices_that_work_on_one_batch_count_as_one_in_its_throughput(tmp_path:
     assert found.keys() == measured(1, tmp_path / "one").keys()
 
 
-def swa() -> L.Callback:
-    """It begins where the weights are divided already, and from a checkpoint where they are not."""
-    return StochasticWeightAveraging(0.02, swa_epoch_start=2)
+# it begins where the weights are divided already, and from a checkpoint where they are not
+SWA = functools.partial(StochasticWeightAveraging, 0.02, swa_epoch_start=2)
+WAYS = {
+    "swa": SWA,
+    "cautious": functools.partial(SWA, avg_fn=lambda a, p, n: p if n < 1 else a + (p - a) / (n + 1)),  # it reads n
+    "ema": functools.partial(EMAWeightAveraging, decay=0.5),
+}
 
 
-def cautious() -> L.Callback:
-    """Its mean reads how many there are."""
-    return StochasticWeightAveraging(
-        0.02, swa_epoch_start=2, avg_fn=lambda a, p, n: p if n < 1 else a + (p - a) / (n + 1)
-    )
-
-
-def ema() -> L.Callback:
-    return EMAWeightAveraging(decay=0.5)
-
-
-def averaged(path: Path, make: Any) -> list[dict[str, Any]]:
+def averaged(path: Path, way: str) -> list[dict[str, Any]]:
     """Train, and train on from a checkpoint between two averages; the weights after both, and what was logged."""
     found, devices = [], processes.num_processes()
     for number, epochs in enumerate((3, 5)):
         module, _ = twins(Normed)
         saved = ModelCheckpoint(path, f"{{epoch}}-{epochs}", save_top_k=-1, save_on_train_epoch_end=True)
-        options = {"enable_checkpointing": True, "callbacks": [make(), saved]}
+        options = {"enable_checkpointing": True, "callbacks": [WAYS[way](), saved]}
         runner = pipeline(2, devices, {"num_microbatches": 2, "costs": "measured"}, max_epochs=epochs, **options)
         data = loader(MLP, 16, 4)
         resumed = path / "epoch=1-3.ckpt" if number else None
-        runner.fit(module, data, data if make is ema else None, ckpt_path=resumed, weights_only=False)
+        runner.fit(module, data, data if way == "ema" else None, ckpt_path=resumed, weights_only=False)
         runner.save_checkpoint(path / f"after-{epochs}.ckpt")
         found += [state(module), {key: value.clone() for key, value in runner.callback_metrics.items()}]
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [swa, cautious, ema])
-def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_average_like_one(way: str, tmp_path: Path) -> None:
     """In the weights, or beside them."""
-    two, one = processes.two_and_one(averaged, tmp_path, make)
+    two, one = processes.two_and_one(averaged, tmp_path, way)
     assert_equal(two, [one, one])
     for file in ("epoch=0-3.ckpt", "epoch=3-5.ckpt", "after-3.ckpt", "after-5.ckpt"):
         expected, found = (torch.load(tmp_path / sub / file, weights_only=False) for sub in ("one", "two"))
         for part in ("state_dict", "current_model_state", "averaging_state"):
             assert_equal(expected.get(part), found.get(part), f"{file} {part}")
         averages = {key: state for key, state in expected["callbacks"].items() if "StochasticWeightAveraging" in key}
-        if make is not ema and file != "epoch=0-3.ckpt":
+        if way != "ema" and file != "epoch=0-3.ckpt":
             assert any(state["n_averaged"] > 0 for state in averages.values())
             assert_equal(averages, {key: found["callbacks"][key] for key in averages})
-        if make is ema and not file.startswith("after"):
+        if way == "ema" and not file.startswith("after"):
             with pytest.raises(AssertionError, match="differs"):
                 assert_equal(expected["state_dict"], expected["current_model_state"])
 
@@ -657,12 +642,12 @@ def refused_beside() -> str:
 
 
 # A callback is called only after a search for a learning rate, or is appended when training begins.
-LATER: tuple[dict[str, bool], ...] = ({"searches": True}, {"appends": True}, {"searches": True, "appends": True})
+LATER: list[dict[str, bool]] = [{"searches": True}, {"appends": True}, {"searches": True, "appends": True}]
 
 
 def in_rank() -> dict[str, Any]:
-    found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
-    found |= {str(options): read(2, Keeps, **options) for options in LATER}
+    found: dict[str, Any] = {str(options): read(2, Keeps, **options) for options in ({}, *LATER)}
+    found |= {"counts": read(2, Counts)}
     found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
     found["averages"] = list(map(refused_average, (Hooked, HookedByHand)))
     found |= {"on rank 0": refused_on_rank_0(), "writer": said_of_writer(), "norms": norms(2)}
@@ -672,18 +657,15 @@ def in_rank() -> dict[str, Any]:
 in_two = processes.shared(2, lambda rank: in_rank())
 
 
-def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_else(in_two: Any) -> None:
-    expected = read(1, Keeps)
-    for rank in in_two:
-        assert_equal(expected, rank["Keeps"])
-        assert rank["Counts"] == [None] * len(rank["Counts"])
-
-
-@pytest.mark.parametrize("options", LATER, ids=str)
-def test_what_steps_return_is_known_to_callbacks_that_come_later(options: dict[str, bool], in_two: Any) -> None:
+@pytest.mark.parametrize("options", [{}, *LATER], ids=str)
+def test_what_steps_return_is_known_wherever_a_callback_reads_it(options: dict[str, bool], in_two: Any) -> None:
     expected = read(1, Keeps, **options)
     for rank in in_two:
         assert_equal(expected, rank[str(options)])
+
+
+def test_what_steps_return_is_known_nowhere_else(in_two: Any) -> None:
+    assert all(set(rank["counts"]) == {None} for rank in in_two)
 
 
 @pytest.mark.parametrize("make", [Hooked, HookedByHand])

@@ -256,17 +256,11 @@ def test_a_hook_that_logs_what_has_no_number_here_is_told_so() -> None:
         pipeline(2).fit(Logs(), loader(ConvNet, 8, 8))
 
 
-class Counting(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = MeanMetric()
-
-
 def test_a_metric_object_without_contents_is_refused_by_name() -> None:
     runner = pipeline(max_epochs=1)
     with runner.init_module(empty_init=True):
-        module = Counting()
-    with pytest.raises(ConfigurationError, match=r"the metric object 'seen' was built without contents"):
+        module = CopiesMetrics()
+    with pytest.raises(ConfigurationError, match=r"the metric object 'mean' was built without contents"):
         runner.fit(module, loader(MLP, 8, 4))
 
 

@@ -145,7 +145,7 @@ def fitted(make: Make, model: L.LightningModule, *loaders: Any, **options: Any) 
 
 def trained_on_combined(make: Make, mode: str) -> dict[str, Any]:
     lengths = {"a": 12, "b": 12 if mode == "max_size" else 8}
-    drawing = CombinedLoader({name: DataLoader(Noisy(length), 4) for name, length in lengths.items()}, mode)  # type: ignore[arg-type]
+    drawing = CombinedLoader({name: DataLoader(Samples(length), 4) for name, length in lengths.items()}, mode)  # type: ignore[arg-type]
     return fitted(make, Several(), drawing, combined(mode))
 
 
@@ -197,25 +197,12 @@ def overfitted(make: Make) -> dict[str, Any]:
     return fitted(make, Several(), loader(MLP, 40, 8), loader(MLP, 20, 4), overfit_batches=0.4)
 
 
-class Noisy(Dataset[Any]):
-    """Augmentation in this process: one batch more than needed would change the numbers of all that follow."""
-
-    def __init__(self, length: int = 40) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(8), torch.randn(8)
-
-
 def augmented(make: Make) -> dict[str, Any]:
-    return fitted(make, Several(), DataLoader(Noisy(), 8), limit_train_batches=3)
+    return fitted(make, Several(), DataLoader(Samples(40), 8), limit_train_batches=3)
 
 
 def augmented_between_validations(make: Make) -> dict[str, Any]:
-    return fitted(make, Several(), DataLoader(Noisy(), 8), loader(MLP, 8, 4), val_check_interval=2)
+    return fitted(make, Several(), DataLoader(Samples(40), 8), loader(MLP, 8, 4), val_check_interval=2)
 
 
 class Refilled:
@@ -289,7 +276,9 @@ def kept_and_looked_at(make: Make) -> dict[str, Any]:
 
 
 class Samples(Dataset[Any]):
-    """Random augmentation: an input and its target belong together only if both were made in one place."""
+    """Random augmentation in this process: an input and its target belong together only if both were made in one place,
+    and one batch more than needed would change the numbers of all that follow.
+    """
 
     def __init__(self, size: int = 20) -> None:
         self.inputs = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
 from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters
-from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
+from tests.models import MLP, MadeOnMeta, Regression, TiedTransformer, TinyTransformer, loader
 from tests.trainers import pipeline, trainer
 
 MICRO = {"num_microbatches": 4}
@@ -330,14 +330,6 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
     maps = Maps(path)
     resumed(path, 2, callbacks=[maps])
     assert maps.seen == {"loading": True, "training": False}
-
-
-class MadeOnMeta(MLP):
-    """Has weights without contents until training begins; each process then has those of its stages."""
-
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.layers = MLP().layers
 
 
 def mapped_after_search() -> dict[str, bool]:

@@ -399,11 +399,6 @@ def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, rolling
         assert "use Averaging(rolling=False)" in str(raised.value)
 
 
-def test_data_whose_position_is_saved_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
-        train(Net(), ResumableLoader(Net, 48, 8), 2, averaging=Averaging(rolling=True))
-
-
 class Validated(Scaled):
     """Metric objects of validation, and of a hook of training."""
 

@@ -21,7 +21,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.comparing import assert_equal, assert_same_parameters, state
 from tests.manual_models import MODELS, Gan
-from tests.models import MLP, loader
+from tests.models import MLP, MadeOnMeta, loader
 from tests.strategy.steps import NUM_MICROBATCHES, Layers
 from tests.trainers import pipeline, trainer, twins
 from tests.zoo import transformers_models
@@ -90,34 +90,24 @@ def test_only_what_cannot_be_pipelined_is_plain(options: dict[str, int], plain: 
     assert (runner.strategy.plan is None) is plain is runner.strategy.passthrough
 
 
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("num_stages", "said"), [("auto", "there is nothing to pipeline"), (2, "sends to the next")])
+def test_there_is_one_table_of_stages_or_it_is_said_once_why_not(
+    num_stages: int | str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
-        runner = trainer(strategy="avgpipe", max_steps=1)
+        runner = trainer(strategy=AvgPipeStrategy(num_stages=num_stages, costs="flops"), max_steps=1)
         for run in (runner.fit, runner.validate):
             run(MLP(), loader(MLP, 8, 8))
-    assert caplog.text.count("there is nothing to pipeline") == 1
-
-
-def test_the_table_of_stages_is_that_of_training(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        runner = trainer(strategy=AvgPipeStrategy(num_stages=2, costs="flops"), max_steps=1)
-        for run in (runner.fit, runner.validate):
-            run(MLP(), loader(MLP, 8, 8))
-    assert caplog.text.count("sends to the next") == 1
-    assert "validation_step: stage 0: " in caplog.text
+    assert caplog.text.count(said) == 1
+    assert ("validation_step: stage 0: " in caplog.text) == (num_stages == 2)
 
 
 def test_a_module_on_meta_gets_its_contents() -> None:
-    class Large(MLP):
-        def configure_model(self) -> None:
-            with torch.device("meta"):
-                self.layers = MLP().layers
-
     found = []
     piped = pipeline(2, strategy={"num_microbatches": 1}, max_epochs=1)
     for runner in (trainer(strategy="avgpipe", max_epochs=1), piped):
         torch.manual_seed(5)
-        found.append(Large())
+        found.append(MadeOnMeta())
         runner.fit(found[-1], loader(MLP, 8, 8))
     assert_same_parameters(*found)
 

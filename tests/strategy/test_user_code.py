@@ -98,18 +98,6 @@ def test_a_wrong_log_is_an_error_of_its_line(wrong: Any, error: type[Exception],
     assert "self.log(*self.wrong)" in "".join(traceback.format_exception(caught.value)) or message == TWICE[1]
 
 
-def test_what_a_step_prints_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    class Prints(MLP):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.print(f"step {batch_idx} {loss:.0f}")
-            return loss
-
-    pipeline(2, strategy={"num_microbatches": 1, "costs": "measured"}, max_epochs=1).fit(Prints(), loader(MLP, 24, 8))
-    printed = [line[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert printed == ["step 0", "step 1", "step 2"]
-
-
 def test_gradients_are_cleared_between_the_forward_and_the_backward() -> None:
     class Order(MLP):
         def __init__(self) -> None:
