@@ -6,20 +6,26 @@ import math
 import threading
 from collections.abc import Sequence, Sized
 from datetime import timedelta
+from functools import reduce
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_avgpipe.comm.batches import BatchStream
 from lightning_avgpipe.comm.channel import MemoryChannel, Traffic
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import sum_in_order
 from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.probe import measure_bandwidth, pairings
+from lightning_avgpipe.comm.probe import measure_bandwidth, pairings, time_trips
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, PeerError
+from tests import processes
 from tests.threads import CPU, LIMIT_S, Blown, Injector, alone, results, run
 
 THREE = StageMap.on(DeviceLayout(3), 3)
@@ -253,3 +259,84 @@ def test_silence_ends_after_the_timeout_with_what_all_do() -> None:
     assert any("waits for rank 0's news, and nothing arrived for 0.3 s" in text for text in texts)
     assert any("rank 0 (stage 2) is stuck (at test_cluster.py" in text for text in texts)
     assert isinstance(zero, PeerError)
+
+
+# -- links are timed by trips there and back, of which some wait by chance -------------------------------------------
+
+
+class Journey:
+    """A link with a clock of its own.
+
+    Args:
+        per_byte: seconds of a byte, there and back.
+        late: numbers of trips that are late by 0.3 s, as if a packet had been sent again.
+    """
+
+    def __init__(self, per_byte: float, late: tuple[int, ...] = ()) -> None:
+        self.per_byte, self.late = per_byte, late
+        self.trips, self.now_s = 0, 0.0
+
+    def trip(self, size: int) -> None:
+        self.now_s += 1e-4 + size * self.per_byte + 0.3 * (self.trips in self.late)
+        self.trips += 1
+
+    def now(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("per_byte", [1e-9, 2e-8, 1.6e-7, 1.6e-6])  # 2 Gbit/s .. 10 Mbit/s, there and back
+@pytest.mark.parametrize("late", [(), (0,), (1,), (4,), (5,), (8,)])
+def test_a_trip_that_is_late_by_chance_does_not_count(per_byte: float, late: tuple[int, ...]) -> None:
+    journey = Journey(per_byte, late)
+    found, message_s = time_trips(journey.trip, journey.now)
+    assert found == pytest.approx(per_byte, rel=1e-3)
+    assert message_s == pytest.approx(1e-4 + 64 * per_byte)
+
+
+def test_a_link_of_100_megabits_is_timed_in_a_fifth_of_a_second() -> None:
+    journey = Journey(1.6e-7)
+    time_trips(journey.trip, journey.now)
+    assert journey.now_s <= 0.2
+
+
+# -- terms that lie anywhere are summed in their own order, bit for bit as in one process ----------------------------
+
+
+LIMIT = timedelta(seconds=30)
+
+
+def terms(count: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of very different sizes, so that another order has another sum."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(length, generator=generator) * 10.0**i).to(dtype) for i in range(count)]
+
+
+# whose process has which term, the length of terms, and their type
+CASES: list[tuple[tuple[int, ...], int, torch.dtype]] = [
+    ((0, 1), 7, torch.float32),
+    ((1, 0), 8, torch.bfloat16),
+    ((1, 0, 2, 0), 10, torch.float32),
+    ((0, 1, 0), 2**23 + 3, torch.float32),  # in two parts
+    ((0, 1), 5, torch.complex64),
+    ((1, 0), 9, torch.float16),
+    ((2, 1, 0, 0, 1), 1, torch.complex64),
+]
+
+
+def summed(rank: int) -> list[bool]:
+    """Whether the sum of each case has the bits of one process, where this process has terms."""
+    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=LIMIT)
+    found = []
+    for sources, length, dtype in CASES:
+        group, given = dist.new_group(range(max(sources) + 1)), terms(len(sources), length, dtype)
+        if mine := [term for term, source in zip(given, sources, strict=True) if source == rank]:
+            total = sum_in_order(mine, sources, group)
+            found.append(torch.equal(total, reduce(torch.add, given)))
+    return found
+
+
+def test_terms_are_added_in_their_order(tmp_path: Path) -> None:
+    assert processes.each(3, summed, folder=tmp_path) == [[True] * 7, [True] * 7, [True] * 2]
+    sources, length, dtype = CASES[2]
+    given = terms(len(sources), length, dtype)
+    assert not torch.equal(reduce(torch.add, given), reduce(torch.add, given[::-1])), "the order makes a difference"
