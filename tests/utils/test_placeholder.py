@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_avgpipe.errors import AbsentValueError
-from lightning_avgpipe.utils.placeholder import Absent, Constant, TensorMeta
+from lightning_avgpipe.utils.placeholder import Absent, Constant, Elsewhere, TensorMeta
 
 
 class Box:
@@ -54,3 +56,30 @@ def test_what_nobody_needs_is_computed_from_an_absent_value_without_numbers() ->
         for use in (lambda: average.sum().item(), lambda: torch.zeros(3).copy_(average)):
             with pytest.raises(AbsentValueError, match="needs the value of 'encoder'"):
                 use()
+
+
+# -- a value that another stage has: whatever is done with it is an error that names it ------------------------------
+
+
+VALUE = Elsewhere("net.means", "which stage 1 has")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value + 1,
+        lambda value: 1 + value,
+        lambda value: value[0],
+        lambda value: value.norm(),
+        list,
+        bool,
+        np.asarray,
+        lambda value: torch.zeros(2).add_(value, alpha=0.5),
+        lambda value: torch.zeros(2).copy_(other=value),
+        lambda value: torch.cat([torch.zeros(2), value]),
+        lambda value: pickle.loads(pickle.dumps(value)) * 2,
+    ],
+)
+def test_every_use_is_an_error_that_names_it(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(AbsentValueError, match=r"test_placeholder.py:\d+ .*uses 'net.means', which stage 1 has"):
+        use(VALUE)
