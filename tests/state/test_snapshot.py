@@ -1,16 +1,19 @@
-"""Snapshot: what can be reached from some roots is put back, whatever holds it."""
+"""State that user code can reach: seen to change, and put back, whatever holds it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import threading
 import tracemalloc
 from argparse import Namespace
 from array import array as numbers
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,9 +22,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from lightning_avgpipe.state.outside import outside_variables
 from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.state.untouched import attributes, untouched
+from lightning_avgpipe.state.writes import Writes
 
 
 class Slotted:
@@ -220,3 +226,164 @@ def test_what_leads_to_something_is_found_by_its_key() -> None:
     inner = [1]
     held = {"a": {"x": (inner,)}, "b": [inner, 2], "c": [3]}
     assert keys_leading_to(held, {id(inner)}) == ("a", "b") and keys_leading_to(held, ()) == ()
+
+
+# -- variables outside of modules that the user's code names ---------------------------------------------------------
+
+
+class Missing:
+    """Stands for a package that is not installed, and says so to whoever asks it for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} of a package that is not installed")
+
+
+OPTIONAL, CALLS = Missing(), {"steps": 0}
+
+
+@functools.lru_cache
+def counted() -> int:
+    CALLS["steps"] += 1
+    return CALLS["steps"]
+
+
+class Net(nn.Module):
+    other = Missing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * counted() if self.training else OPTIONAL.fast(x)
+
+
+def test_objects_that_answer_no_question_are_variables_like_others() -> None:
+    found = {name.removeprefix(f"global {__name__}.") for name in outside_variables(Net())}
+    assert {"OPTIONAL", "CALLS"} <= found
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "mine"])
+def test_packages_are_installed_wherever_their_folder_is(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"strange_{folder.replace('-', '_')}"
+    place = tmp_path / "lib" / folder
+    place.mkdir(parents=True)
+    (place / f"{name}.py").write_text("CALLS = []\n\n\ndef note(x):\n    CALLS.append(1)\n    return x\n")
+    monkeypatch.syspath_prepend(place)
+    note = importlib.import_module(name).note
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return note(x)
+
+    assert (f"global {name}.CALLS" in outside_variables(Noting())) == (folder == "mine")
+
+
+def counting(function: Any) -> Any:
+    """A decorator with two counters."""
+    number = 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        nonlocal number
+        number += 1
+        wrapper.calls += 1
+        return function(*args) * number
+
+    wrapper.calls = 0
+    return wrapper
+
+
+class Numbered:
+    """A decorator that is an object, with a counter."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.calls = function, 0
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return functools.partial(self, obj)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += CALLS["steps"]
+        return self.function(*args)
+
+
+def ticked(x: Tensor) -> Tensor:
+    ticked.calls = getattr(ticked, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x
+
+
+class Decorated(nn.Module):
+    @counting
+    def forward(self, x: Tensor) -> Tensor:
+        return ticked(self.scaled(x))
+
+    @Numbered
+    def scaled(self, x: Tensor) -> Tensor:
+        return x
+
+    @torch.no_grad()
+    def other(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_decorators_and_functions_count_is_a_variable() -> None:
+    found = {name.replace(f" {__name__}.", " ") for name in outside_variables(Decorated())}
+    assert found == {
+        "enclosed Decorated.forward.number",
+        "function Decorated.forward.calls",
+        "function ticked.calls",
+        "class Decorated.scaled",
+        "global CALLS",
+    }
+
+
+# -- whatever a hook writes into a parameter or buffer is seen, in place or not --------------------------------------
+
+
+def assign(layer: nn.Module) -> None:
+    for tensor in (layer.weight, layer.running_mean):
+        tensor.data = tensor.data.clamp(-0.1, 0.1)
+
+
+@torch.no_grad()
+def set_(layer: nn.Module) -> None:
+    for tensor in (layer.weight, layer.running_mean):
+        tensor.set_(torch.empty_like(tensor))
+
+
+def swap(layer: nn.Module) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.empty_like(layer.weight)))
+    torch.utils.swap_tensors(layer.running_mean, torch.empty_like(layer.running_mean))
+
+
+def in_place(layer: nn.Module) -> None:
+    for tensor in (layer.weight, layer.running_mean):
+        tensor.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("write", [in_place, assign, set_, swap])
+def test_each_form_of_a_write_is_seen(write: Callable[[nn.Module], None], device: str) -> None:
+    layer = nn.BatchNorm1d(4, device=device)
+    layer.running_mean.fill_(1.0)
+    with Writes(layer) as writes:
+        write(layer)
+    assert writes.written == {"weight", "running_mean"}
+
+
+def test_a_move_to_other_memory_is_no_write() -> None:
+    layer = nn.BatchNorm1d(4)
+    with Writes(layer) as writes:
+        for tensor in (layer.weight, layer.running_mean):
+            tensor.data = tensor.data.clone()
+    assert not writes.written
+
+
+def test_what_is_only_read_or_put_back_is_no_write() -> None:
+    layer = nn.BatchNorm1d(4)
+    layer.register_buffer("adjacency", torch.eye(2).to_sparse())
+    with Writes(layer) as writes:
+        home, layer.weight.data = layer.weight.data, layer.weight.data.clone()
+        layer.weight.data = home
+        float(layer.running_mean.sum() + layer.adjacency.to_dense().sum())
+    assert not writes.written
