@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.memory import UpdateScheme
 from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.planning.trained import TrainedParameters, num_frozen
 from lightning_avgpipe.schedule import build
+from tests.models import Regression, loader
 from tests.planning.known_costs import of_nodes
+from tests.trainers import trainer
 from tests.zoo.own_models import ReversibleDropout
 
 
@@ -213,3 +218,147 @@ def test_a_module_that_calls_its_layers_in_an_autograd_function_is_a_unit() -> N
     graph = divisible.capture(step, ["layers.0", "layers.1.linear", "layers.1.drop", "layers.2", "layers.3"])
     assert [node.name for node in graph.nodes if node.kind == "call"] == [f"layers.{i}" for i in range(4)]
     assert not divisible.opens("layers.1") and "_CallsAgain.apply()" in divisible.whole(graph.units)["layers.1"]
+
+
+# -- what cannot be divided is named with its share of the time, and what to do --------------------------------------
+
+
+class Recurrent(Regression):
+    """Nearly all of the time is in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(8, 128, num_layers=3, batch_first=True)
+        self.head = nn.Linear(128, 8)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 32, 8), torch.randn(size, 32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)[0])
+
+
+def test_a_stage_with_nearly_all_of_the_time_is_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match="of the time: 2 stages are at most 1.0. times as fast as one") as caught:
+        strategy = AvgPipeStrategy(num_stages=2, costs="flops")
+        trainer(strategy=strategy).fit(Recurrent(), loader(Recurrent, 16, 8))
+    (text,) = [str(w.message) for w in caught if "times as fast" in str(w.message)]
+    assert "unit 'encoder' is one operation for all of its layers; chain several with num_layers=1" in text
+
+
+def test_a_second_device_is_proposed_for_a_stage_that_cannot_be_divided() -> None:
+    class Wide(Regression):
+        """The last of five layers takes half of the time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+            self.head = nn.Linear(64, 4 * 64, bias=False)
+
+        @staticmethod
+        def example(size: int) -> Any:
+            return torch.randn(size, 64), torch.randn(size, 4 * 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(x))
+
+    strategy = AvgPipeStrategy(num_stages=4, costs="flops")
+    trainer(strategy=strategy, max_epochs=1).fit(Wide(), loader(Wide, 16, 8))
+    assert strategy.plan is not None
+    assert "4 stages are at most 2.0" in strategy.plan.note
+    assert "(replicas=[1, 1, 2]), as many devices are at most 4.0" in strategy.plan.note
+
+
+def test_an_even_plan_is_not_commented(recwarn: pytest.WarningsRecorder) -> None:
+    strategy = AvgPipeStrategy(num_stages=2, costs="flops")
+
+    class Even(Recurrent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(8, 128)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x))
+
+    trainer(strategy=strategy, max_epochs=1).fit(Even(), loader(Recurrent, 16, 8))
+    assert strategy.plan is not None and not strategy.plan.note
+    assert not [w for w in recwarn if "times as fast" in str(w.message)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated", "ignore:.*torch.jit.*is not supported")
+def test_too_few_cuts_are_explained_by_what_takes_the_time() -> None:
+    class Scripted(Recurrent):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+            self.encoder, self.head = torch.jit.script(layers), nn.Identity()  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x)
+
+    with pytest.raises(PartitionError, match="100% of the time: unit 'encoder' is a TorchScript module") as caught:
+        trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Scripted(), loader(Recurrent, 16, 8))
+    assert "lower num_stages to 1, or change what cannot be divided" in str(caught.value)
+
+
+# -- which stages have nothing to train follows from what the step did when it was captured --------------------------
+
+
+WIDTH = 4
+
+
+class Branching(nn.Module):
+    """Four layers; the first two are a branch of its own, which comes back by a sum in place."""
+
+    def __init__(self, detached: bool = False, asks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.detached = detached
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.layers[0](x)
+        if self.asks:
+            a.requires_grad_()
+        b = self.layers[1](a)
+        if self.detached:
+            b = b.detach()
+        c = self.layers[2](b)
+        c += b
+        return self.layers[3](c).sum()
+
+
+def frozen(module: Branching, at_capture: Collection[int], now: Collection[int]) -> int:
+    """How many of four stages are frozen now; both arguments are numbers of layers that are."""
+    for i, layer in enumerate(module.layers):
+        layer.requires_grad_(i not in at_capture)
+    planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
+    conditions = Conditions(build("1f1b", 4, 1))
+    plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)), conditions)
+    trained = TrainedParameters(plan.graph, plan.cuts, module)
+    for i, layer in enumerate(module.layers):
+        layer.requires_grad_(i not in now)
+    assert trained.frozen_stages == num_frozen(plan.graph, plan.cuts, trained.names)
+    return trained.frozen_stages
+
+
+def test_what_is_frozen_now_counts_not_what_was() -> None:
+    subsets: list[tuple[int, ...]] = [(), (0,), (0, 1), (0, 1, 2), (1,), (1, 2), (0, 2)]
+    expected = {(): 0, (0,): 1, (0, 1): 2, (0, 1, 2): 3, (1,): 0, (1, 2): 0, (0, 2): 1}
+    for at_capture in subsets:
+        assert {now: frozen(Branching(), at_capture, now) for now in subsets} == expected
+
+
+def test_what_is_detached_needs_no_backward() -> None:
+    module = Branching(detached=True)
+    step = Step("training_step", module.forward, (torch.randn(2, WIDTH),))
+    graph = Planner(Divisible(module), 1).plan(step, Conditions(build("1f1b", 1, 1))).graph
+    behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
+    assert num_frozen(graph, (behind,), graph.trained) == 1
+    assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches
+
+
+def test_what_asks_for_a_gradient_by_itself_always_does() -> None:
+    # the first stage has asked for it after its last layer: it needs no backward for that
+    assert frozen(Branching(asks=True), (0, 1, 2), (0, 1, 2)) == 1
