@@ -1,9 +1,10 @@
-"""What a step prints, warns and logs is heard once, as in one process that accumulates the micro-batches."""
+"""What a step prints, warns and logs is heard once, as in one process that accumulates; and what others see of stages."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import sys
 import warnings
@@ -13,10 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.recording import KernelTrace
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.utils.source import traceback_of_user_code
 from tests import processes
+from tests.driver import Engine
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -138,3 +147,64 @@ def test_measuring_has_a_progress_bar_where_the_trainer_has_one_and_the_output_i
     measured = {"costs": "measured", "costs_cache": None}
     pipeline(2, 1, measured, max_epochs=1, enable_progress_bar=shows).fit(MLP(), loader(MLP, 8, 8))
     assert {*Bar.notes.read_text().splitlines()} == {expected}
+
+
+# -- what observers and profilers see of several stages of one process -----------------------------------------------
+
+
+NUM_STAGES, NUM_MICROBATCHES = 4, 6
+
+
+class Sequence(Observer):
+    """Notes what a process does."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        self.found.append((work.stage, str(work.action)))
+        return do()
+
+
+@pytest.mark.parametrize("name", ["interleaved", "bfs", "zbv", "dualpipev"])
+def test_stages_act_in_the_order_of_the_schedule(name: str) -> None:
+    module, batch, sequence = MLP(), MLP.example(NUM_MICROBATCHES), Sequence()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
+    Engine(module, NUM_STAGES, batch, NUM_MICROBATCHES).train(batch, name, observers=[sequence])
+    schedule = build(name, NUM_STAGES, NUM_MICROBATCHES)
+    assert schedule.turns
+    for turns in schedule.turns:
+        rows = {stage: iter(schedule[stage]) for stage in set(turns)}
+        expected = [(stage, str(next(rows[stage]))) for stage in turns]
+        assert [place for place in sequence.found if place[0] in turns] == expected
+
+
+def test_a_trace_of_torchs_profiler_tells_their_forwards_apart(tmp_path: Path) -> None:
+    runner = pipeline(num_stages=3, strategy={"num_microbatches": 2}, max_epochs=1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        runner.fit(MLP(), loader(MLP, 8, 8))
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("avgpipe::"))
+    assert set(names.values()) == {1}
+    # on a CUDA device each name is also written beside the kernels that were launched within it
+    events = [{"cat": "gpu_user_annotation", "name": name, "ts": 1e6 * at, "dur": 1.0} for at, name in enumerate(names)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = KernelTrace()
+    trace.read(path)
+    assert trace.forwards_s.keys() == {(stage, i) for stage in range(3) for i in range(2)}
+    assert len(set(trace.forwards_s.values())) == 6
+
+
+# -- lines of user code that messages show ---------------------------------------------------------------------------
+
+
+def step() -> None:
+    torch.nn.Linear(2, 2)(torch.ones(3))
+
+
+def test_a_traceback_has_the_frames_of_user_code_and_what_was_raised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        step()
+    shown = traceback_of_user_code(caught.value)
+    assert "in step" in shown and "test_output.py" in shown and "RuntimeError: " in shown
+    assert "in _call_impl" not in shown
