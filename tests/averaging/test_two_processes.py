@@ -15,7 +15,7 @@ from tests import processes
 from tests.averaging.models import Models, Net
 from tests.averaging.test_checkpoints import LATE
 from tests.averaging.test_checkpoints import fit as fit_late
-from tests.averaging.test_finite import Poisoned, data
+from tests.averaging.test_training import Poisoned, data
 from tests.comparing import assert_close, assert_equal, state
 from tests.models import MLP, TiedTransformer, loader
 from tests.strategy.test_resume import ResumableLoader
