@@ -1,4 +1,4 @@
-"""What a step may not do is found before anything has stepped: use other models' tensors, or ask stages for other things."""
+"""A step that reaches another model's tensors, or asks stages for other things, is refused before anything has stepped."""
 
 from __future__ import annotations
 

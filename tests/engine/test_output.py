@@ -1,4 +1,4 @@
-"""What a step prints, warns and logs is heard once, as in one process that accumulates; and what others see of stages."""
+"""What a step prints, warns and logs is heard once, as in one process; and what others see of stages."""
 
 from __future__ import annotations
 

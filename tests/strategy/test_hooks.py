@@ -141,9 +141,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Record
 def test_hooks_are_called_as_on_one_device(expected: tuple[Recorder, Recorder], tmp_path: Path) -> None:
     callback = L.Callback()
     found = record(pipeline(2, **options(callback)), Watched(), callback, tmp_path)
-    for one, piped in zip(expected, found, strict=True):
-        assert counts(piped.calls) == counts(one.calls)
-        assert in_order(piped.calls) == in_order(one.calls)
+    for one, other in zip(expected, found, strict=True):
+        assert counts(other.calls) == counts(one.calls)
+        assert in_order(other.calls) == in_order(one.calls)
 
 
 def test_on_before_backward_gets_a_loss_of_the_size_of_the_batch_s(expected: tuple[Recorder, Recorder]) -> None:
