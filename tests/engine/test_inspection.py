@@ -1,4 +1,4 @@
-"""A step that reaches another model's tensors, or asks stages for other things, is refused before anything has stepped."""
+"""A step that reaches another model's tensors, or differs between stages, is refused before anything has stepped."""
 
 from __future__ import annotations
 

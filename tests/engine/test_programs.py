@@ -6,7 +6,8 @@ import copy
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_avgpipe.engine import stage_step
 from lightning_avgpipe.engine.part import Part, Replayed
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.utils.patching import replaced
 from tests import processes
 from tests.comparing import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
@@ -54,17 +56,23 @@ def assert_repeats(make: Callable[[], Any], *args: Any, **options: Any) -> Any:
     return repeated
 
 
-@pytest.fixture
-def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The stages that have followed a micro-batch, each as often as it has."""
+@contextmanager
+def following() -> Iterator[list[int]]:
+    """The stages that follow a micro-batch, each as often as it does."""
     stages: list[int] = []
 
     def counted(part: Part, *args: Any) -> Replayed:
         stages.append(part.program.stage)
         return replay(part, *args)
 
-    monkeypatch.setattr(stage_step, "replay", counted)
-    return stages
+    with replaced(stage_step, "replay", counted):
+        yield stages
+
+
+@pytest.fixture
+def followed() -> Iterator[list[int]]:
+    with following() as stages:
+        yield stages
 
 
 class Logged(MLP):
@@ -83,14 +91,7 @@ def test_a_step_is_followed_as_often_as_was_asked_for(static: Any, runs: int, fo
 
 def times_followed() -> int:
     """How often this process follows a micro-batch, one of two that have a stage each."""
-    stages: list[int] = []
-
-    def counted(part: Part, *args: Any) -> Replayed:
-        stages.append(part.program.stage)
-        return replay(part, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_step, "replay", counted)
+    with following() as stages:
         trained(Logged(), trainer={"devices": 2})
     return len(stages)
 
@@ -819,76 +820,74 @@ class CoolingByTensor(Cooling):
         self.factor: Any = torch.ones(())
 
 
+class Late(MLP):
+    """Has a buffer, and a unit that trains from the third batch on and then begins to change something."""
+
+    margins: Tensor
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit = unit.eval()
+        self.register_buffer("margins", torch.ones(8))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.unit.train(batch_idx > 1)
+
+
 class Counts(nn.Linear):
-    """Counts how much it uses its outputs, in a buffer that it changes in place, if it is told to."""
+    """Counts how much it uses its outputs, in a buffer that it changes in place, if it trains."""
 
     usage: Tensor
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.counts = False
         self.register_buffer("usage", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.counts:
+        if self.training:
             self.usage.mul_(0.9).add_(y.detach().abs().mean(0))
         return y
 
 
-class ReadsUsage(MLP):
-    """Reads behind a layer what that has counted, which it begins to do with the third batch."""
+class ReadsUsage(Late):
+    """Reads behind a layer what that has counted."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.counting = Counts()
-        self.layers.append(self.counting)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.counting.counts = batch_idx > 1
+        super().__init__(Counts())
+        self.layers.append(self.unit)
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * self.counting.usage.mean()
+        return super().loss(batch) * self.unit.usage.mean()
 
 
 class ReadsView(ReadsUsage):
     """Reads what the layer has counted through a view that it has taken before it calls the layer."""
 
     def loss(self, batch: Any) -> Tensor:
-        usage = self.counting.usage.detach()
+        usage = self.unit.usage.detach()
         return MLP.loss(self, batch) * usage.mean()
 
 
 class ChangesItsArgument(nn.Module):
-    """Lowers the numbers in a tensor that it is given, if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lowers = False
+    """Lowers the numbers in a tensor that it is given, if it trains."""
 
     def forward(self, x: Tensor, margins: Tensor) -> Tensor:
-        if self.lowers:
+        if self.training:
             margins.mul_(0.5)
         return x - margins
 
 
-class GivesView(MLP):
-    """Gives a layer a view of a buffer that the layer begins with the third batch to change, and reads it then."""
-
-    margins: Tensor
+class GivesView(Late):
+    """Gives a layer a view of a buffer that the layer changes, and reads it then."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.lowering = ChangesItsArgument()
-        self.register_buffer("margins", torch.ones(8))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.lowering.lowers = batch_idx > 1
+        super().__init__(ChangesItsArgument())
 
     def loss(self, batch: Any) -> Tensor:
         x, target = batch
         margins = self.margins.view(1, 8)
-        return F.mse_loss(self.lowering(self.layers(x), margins), target) * self.margins.mean()
+        return F.mse_loss(self.unit(self.layers(x), margins), target) * self.margins.mean()
 
 
 class Tracks(nn.Module):
@@ -906,45 +905,35 @@ class Tracks(nn.Module):
         return x - self.mean
 
 
-class TracksTargets(MLP):
-    """Reads the mean of the targets before it calls their unit, which begins with the third batch to change it.
+class TracksTargets(Late):
+    """Reads the mean of the targets before it calls their unit.
 
     Args:
         calls: whether it reads the mean by a call of the unit.
     """
 
     def __init__(self, calls: bool) -> None:
-        super().__init__()
-        self.calls, self.norm = calls, Tracks().eval()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.norm.train(batch_idx > 1)
+        super().__init__(Tracks())
+        self.calls = calls
 
     def loss(self, batch: Any) -> Tensor:
         x, target = batch
         out = self.layers(x)
-        out = self.norm(out) if self.calls else out - self.norm.mean
-        return F.mse_loss(out, self.norm(target))
+        out = self.unit(out) if self.calls else out - self.unit.mean
+        return F.mse_loss(out, self.unit(target))
 
 
-class LowersMargin(MLP):
-    """Begins with the third batch to change a buffer that it has read."""
-
-    margin: Tensor
+class LowersMargin(Late):
+    """Changes by itself a buffer that it has read."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.lowers = False
-        self.register_buffer("margin", torch.ones(()))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.lowers = batch_idx > 1
+        super().__init__(nn.Identity())
 
     def loss(self, batch: Any) -> Tensor:
         x, target = batch
-        loss = F.mse_loss(self(x) - self.margin, target)
-        if self.lowers:
-            self.margin.mul_(0.5)
+        loss = F.mse_loss(self(x) - self.margins, target)
+        if self.unit.training:
+            self.margins.mul_(0.5)
         return loss
 
 

@@ -22,18 +22,17 @@ from tests.comparing import assert_close, assert_equal, state
 from tests.models import Regression
 from tests.trainers import pipeline
 
-MICRO = 4  # samples of a micro-batch
 COUNT = 4  # micro-batches of a batch
 
 
 class Normalised(Regression):
-    """Batch normalisation in both stages, one of them within code of the step."""
+    """Batch normalisation in both stages, of several kinds, one of them within code of the step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
         self.second = nn.Linear(8, 8)
-        self.last = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+        self.last = nn.Sequential(nn.BatchNorm1d(8, affine=False, momentum=None), nn.Tanh(), nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.batch_norm(self.second(self.first(x)), None, None, training=True))
@@ -48,17 +47,17 @@ def made() -> Normalised:
 
 
 def batches() -> list[Any]:
+    """Of four samples in a micro-batch and of two, in turns."""
     torch.manual_seed(7)
-    return [tuple(t.double() for t in Normalised.example(MICRO * COUNT)) for _ in range(6)]
+    return [tuple(t.double() for t in Normalised.example(COUNT * (4 - 2 * (i % 2)))) for i in range(6)]
 
 
 def united(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """Batches whose micro-batch i is micro-batch i of each of these batches."""
     found = []
     for together in parts:
-        micro = [torch.cat([b[0].split(MICRO)[i] for b in together]) for i in range(COUNT)]
-        target = [torch.cat([b[1].split(MICRO)[i] for b in together]) for i in range(COUNT)]
-        found.append((torch.cat(micro), torch.cat(target)))
+        parts = [[tensor.chunk(COUNT) for tensor in batch] for batch in together]
+        found.append(tuple(torch.cat([part[of][i] for i in range(COUNT) for part in parts]) for of in range(2)))
     return found
 
 
@@ -196,8 +195,8 @@ def by_hand() -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     for x, y in batches():
         optimizer.zero_grad()
-        for inputs, targets in zip(x.split(2 * MICRO), y.split(2 * MICRO), strict=True):
-            pairs = zip(module.first(inputs).split(MICRO), targets.split(MICRO), strict=True)
+        for inputs, targets in zip(x.chunk(COUNT // 2), y.chunk(COUNT // 2), strict=True):
+            pairs = zip(module.first(inputs).chunk(2), targets.chunk(2), strict=True)
             sum(
                 F.mse_loss(module.last(F.batch_norm(module.second(h), None, None, training=True)), t) for h, t in pairs
             ).div(COUNT).backward()  # type: ignore[union-attr]
