@@ -186,7 +186,7 @@ class Places(L.Callback):
         (self.folder / f"place-{trainer.global_rank}").write_text(json.dumps(place))
 
 
-def placed(folder: Path, devices: int, num_stages: int = 2, **strategy: Any) -> Any:
+def divided(folder: Path, devices: int, num_stages: int = 2, **strategy: Any) -> Any:
     """Train two models, and give the module, the numbers in its log, and where each process was."""
     torch.manual_seed(4)
     model = Divided("momentum", warm_up=True)
@@ -204,8 +204,8 @@ def placed(folder: Path, devices: int, num_stages: int = 2, **strategy: Any) -> 
 
 
 def test_two_processes_on_each_of_two_devices_are_two_pipelines(tmp_path: Path) -> None:
-    expected, numbers, _ = placed(tmp_path / "one", 1, num_pipelines=2)
-    found, logged, places = placed(
+    expected, numbers, _ = divided(tmp_path / "one", 1, num_pipelines=2)
+    found, logged, places = divided(
         tmp_path / "four", 2, averaging=Averaging(processes_per_device=2), start_method="fork"
     )
     assert places == {0: [0, 0, 1], 1: [0, 1, 0], 2: [1, 0, 1], 3: [1, 1, 0]}  # group, device, stage
