@@ -29,7 +29,6 @@ class Graphs(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.ring: Tensor
         self.register_buffer("ring", make(RING))
 
     def configure_optimizers(self) -> Any:

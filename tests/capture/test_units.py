@@ -31,7 +31,6 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Tensor
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
         self.register_buffer("calls", torch.zeros(()))
 

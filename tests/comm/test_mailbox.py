@@ -59,7 +59,6 @@ class Two:
 
     def __init__(self, ends: Sequence[Mailbox | None]) -> None:
         first, second = ends
-        assert first is not None and second is not None
         self.ends = first, second
         self.reopen()
 

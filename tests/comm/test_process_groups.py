@@ -66,7 +66,6 @@ def idle(rank: int, pauses: Sequence[Callable[[], None]]) -> list[list[float]]:
             assert arrivals.failure is None, arrivals.failure
             (news,) = inbox.get().tensors
             total.wait()
-            assert news is not None
             found.append([float(news), float(mine)])
             inbox.close(LIMIT_S)
         dist.barrier()

@@ -213,8 +213,6 @@ class Logging(MLP):
 class Replaces(nn.Module):
     """Keeps a mean in a buffer, which is another tensor after each call."""
 
-    mean: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(8))
@@ -566,8 +564,6 @@ class Keeps(MLP):
 class KeepsWeights(Keeps):
     """Takes weights from a buffer for the rows that it keeps, behind a layer that changes its own buffers."""
 
-    weights: Tensor
-
     def __init__(self) -> None:
         super().__init__(lambda x, y: x[x > 1], norm=True)
         self.register_buffer("weights", torch.rand(8))
@@ -650,8 +646,6 @@ class Unfreezes(KeepsRowsOfUnit):
 
 class Classes(torchmetrics.Metric):
     """Gives a number for each class that it has seen."""
-
-    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -788,8 +782,6 @@ class Gated(Asks):
 class Tells(torchmetrics.Metric):
     """Gives a Python number."""
 
-    total: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
@@ -823,8 +815,6 @@ class CoolingByTensor(Cooling):
 class Late(MLP):
     """Has a buffer, and a unit that trains from the third batch on and then begins to change something."""
 
-    margins: Tensor
-
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
         self.unit = unit.eval()
@@ -836,8 +826,6 @@ class Late(MLP):
 
 class Counts(nn.Linear):
     """Counts how much it uses its outputs, in a buffer that it changes in place, if it trains."""
-
-    usage: Tensor
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -892,8 +880,6 @@ class GivesView(Late):
 
 class Tracks(nn.Module):
     """Subtracts a mean that it changes in place in training mode."""
-
-    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

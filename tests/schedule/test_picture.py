@@ -94,7 +94,6 @@ def test_the_picture_in_the_documentation_is_what_its_command_draws(
     root = Path(__file__).parents[2]
     page = (root / "docs" / "schedules.md").read_text()
     found = re.search(r"python -m lightning_avgpipe schedule (.*) --output (\S+)", page)
-    assert found is not None
     arguments, path = found.groups()
     assert main([*arguments.split(), "--output", str(tmp_path / "picture.png")]) == 0
     drawn, shown = imread(tmp_path / "picture.png"), imread(root / path)

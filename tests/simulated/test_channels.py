@@ -76,7 +76,6 @@ def sent(kind: str, between_devices: bool) -> tuple[list[float], list[float], li
                 torch.full((24,), -1.0, device=sim())
             inbox.expect(1)
             (tensor,) = take().tensors
-            assert tensor is not None
             received = (tensor + 0).tolist()
             torch.accelerator.synchronize(0)
     return expected, received, list(report.errors)

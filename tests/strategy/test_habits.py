@@ -90,8 +90,6 @@ class AsksForRank(Habit):
 class KeepsResults(Habit):
     """Keeps what a submodule has returned, for somebody to look at."""
 
-    kept: dict[str, Tensor]
-
     def forward(self, x: Tensor) -> Tensor:
         early = self.b(self.a(x).relu())
         self.kept = {"weights": early.softmax(1)}

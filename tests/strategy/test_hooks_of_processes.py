@@ -734,7 +734,6 @@ class Centring(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.centre: Tensor | None
         self.register_buffer("centre", None)
 
     def forward(self, x: Tensor) -> Tensor:

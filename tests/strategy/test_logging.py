@@ -397,7 +397,6 @@ class HandsOut(Layers):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.9))
         self.c = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
-        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.returned = list[list[float]]()
 
@@ -435,7 +434,6 @@ class Replaces(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

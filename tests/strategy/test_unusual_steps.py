@@ -89,7 +89,6 @@ class Observes(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest: Tensor
         self.register_buffer("largest", torch.tensor([]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +106,6 @@ class Averages(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean: Tensor
         self.keep("mean", torch.zeros(4))
 
     def keep(self, name: str, tensor: Tensor) -> None:

@@ -428,7 +428,6 @@ def exactly(rank: int) -> Any:
     torch.manual_seed(5)
     model, strategy = MLP(), AvgPipeStrategy(num_microbatches=5, replicas=[2, 1])  # else as by default
     trainer(devices=3, strategy=strategy, max_epochs=1, gradient_clip_val=0.1).fit(model, loader(MLP, 30, 10))
-    assert strategy.plan is not None
     failing = Tied(tied=False)
     if rank == 2:
         failing.first.register_forward_pre_hook(Bomb(3))

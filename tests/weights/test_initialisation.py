@@ -49,7 +49,6 @@ class Mixed(Regression):
     example = TinyTransformer.example
 
     def forward(self, tokens: Tensor) -> Tensor:
-        assert self.embed is not None
         x = self.lstm(self.embed(tokens))[0]
         x = x + self.attention(x, x, x, need_weights=False)[0]
         for layer in self.layers:

@@ -160,9 +160,6 @@ class Differentiates(Paths):
 class Centres(Paths):
     """A mean of each class, written to as often as there are classes in the batch, and used by the loss."""
 
-    centres: Tensor
-    seen: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centres", torch.zeros(4, WIDTH))
@@ -325,8 +322,6 @@ class ChangingStructure(Paths):
 
 class LoopsBesideState(LossOfEachSample):
     """A loop over the samples in front of a cut, in a step that changes a buffer."""
-
-    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()

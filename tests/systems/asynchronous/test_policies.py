@@ -166,7 +166,6 @@ def test_golden_values_of_predicted_weights(name: str) -> None:
     assert parameter.tolist() == pytest.approx(expected["w3"], abs=1e-6)
     if "delta" in expected:
         found = direction(source, parameter)
-        assert found is not None
         assert found.tolist() == pytest.approx(expected["delta"], abs=1e-6)
     for ahead in (1, 2, 3):
         if f"s{ahead}" in expected:
