@@ -36,15 +36,6 @@ def names(graph: CallGraph) -> list[str]:
     return [node.name for node in graph.nodes]
 
 
-def test_nodes_are_calls_and_the_glue_on_their_values() -> None:
-    module = Two()
-    graph = graph_of(module, lambda x: module.b(F.relu(module.a(x + 1)) * 2).sum(), torch.randn(3, 4))
-    assert names(graph) == ["a", "relu", "mul", "b", "sum"]
-    assert [node.kind for node in graph.nodes] == ["call", "glue", "glue", "call", "glue"]
-    assert graph.nodes[0].parameters == ("a.weight", "a.bias")
-    assert "test_capturing.py" in graph.nodes[1].source
-
-
 def test_only_what_is_needed_later_crosses_a_cut() -> None:
     module = Two()
 

@@ -26,7 +26,7 @@ from lightning_avgpipe.comm.probe import measure_bandwidth, pairings, time_trips
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from tests import processes
-from tests.threads import CPU, LIMIT_S, Blown, Injector, alone, results, run
+from tests.threads import CPU, Blown, Injector, alone, results, run
 
 THREE = StageMap.on(DeviceLayout(3), 3)
 TWO_GROUPS = StageMap.on(DeviceLayout(4), 2)  # ranks 0, 1 and 2, 3
@@ -130,15 +130,6 @@ def test_no_process_leaves_before_all_have_come_to_the_end() -> None:
         return True
 
     assert results(run(TWO_GROUPS, work)) == [True, False, False, False]
-
-
-def test_threads_in_which_collectives_run_are_used_again() -> None:
-    waits = alone(1).waits
-    threads: set[threading.Thread] = set()
-    for _ in range(20):
-        waits.run(lambda: threads.add(threading.current_thread()), "runs")
-    waits.close(LIMIT_S)
-    assert len(threads) == 1
 
 
 def test_streams_that_end_early_leave_nothing_behind() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe.errors import ConfigurationError, OnlyInUnitsError
+from lightning_avgpipe.errors import ConfigurationError
 from tests.commands import run
 from tests.comparing import assert_same_gradients, assert_same_parameters
 from tests.driver import Engine, by_hand
@@ -376,15 +376,7 @@ def test_a_unit_that_seeds_draws_what_it_draws_in_one_process(
     assert_same_parameters(plain, found)
 
 
-def test_a_step_that_seeds_is_refused_and_so_is_a_seeding_unit_that_is_repeated() -> None:
-    class Step(Seeding):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            torch.seed()
-            return super().training_step(batch, batch_idx)
-
-    says = r"in training_step \(torch\.seed\) between submodules.*seed in the forward"
-    with pytest.raises(OnlyInUnitsError, match=says):
-        Engine(Step(Fixed), 2, Step.example(4))
+def test_a_seeding_unit_that_is_repeated_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="recompute repeats 'b', which seeds"):
         Engine(Seeding(Fixed), 2, Seeding.example(4), recompute=True)
 

@@ -452,7 +452,7 @@ LINE = r"test_unusual_steps\.py:\d+ in"
             Leaves,
             rf"'b\.load' is read at {LINE} reads_.*, and unit 'b' assigns it for the next micro-batch",
         ),
-        (seeds, Block, rf"seeds torch's random numbers at {LINE} seeds"),
+        (seeds, Block, rf"seeds torch's random numbers at {LINE} seeds.* between submodules.*seed in the forward"),
         (goes_back_to_a_random_state, Block, rf"random numbers at {LINE} goes_back.*\(torch.set_rng_state\)"),
         (calls_a_layer_in_a_function, Block, rf"CallsLayer\.apply\(\) at {LINE} calls_a_layer\w* calls 'b' itself"),
         (seeds_a_generator_that_all_share, Block, rf"random numbers before it comes to {LINE} seeds_a_generator"),
@@ -652,23 +652,6 @@ class Hooks(nn.Linear):
         return super().forward(x)
 
 
-class Branches(Layers):
-    """A layer and one that hooks its input share this input, in this order or in the other one.
-
-    Args:
-        first: whether the layer that hooks comes first.
-    """
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.first, self.hooks = first, Hooks()
-
-    def through(self, x: Tensor) -> Tensor:
-        h = self.a(x).relu()
-        found = self.hooks(h) + self.b(h) if self.first else self.b(h) + self.hooks(h)
-        return self.d(self.c(found))  # type: ignore[no-any-return]
-
-
 class Weighs(nn.Module):
     """Weighs two losses by their gradients for a weight of another layer, or for a value."""
 
@@ -697,22 +680,6 @@ class Balances(Layers):
         h = self.a(x).relu()
         losses = [functional.mse_loss(self.c(h), target), functional.l1_loss(self.d(h), target)]
         return self.weighs(losses, h if self.by_value else self.a.weight)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("make", "split"), [(partial(Branches, False), "hooks"), (partial(Balances, False), "c")])
-def test_no_cut_divides_the_gradient_that_a_submodule_asks_for(make: Callable[[], Layers], split: str) -> None:
-    with pytest.raises(PartitionError, match=r"unit '(hooks|weighs)' at .* asks for the gradient of .* uses too"):
-        piped(make(), split_points=[split])
-
-
-@pytest.mark.parametrize(
-    ("make", "split"),
-    [*((partial(Branches, True), split) for split in ("hooks", "b", "c")), (partial(Balances, True), "c")],
-)
-def test_a_cut_before_the_first_use_of_a_value_leaves_its_gradient_whole(
-    make: Callable[[], Layers], split: str
-) -> None:
-    assert_equal(piped(make(), split_points=[split]), by_hand(make()))
 
 
 class HooksTheBatch(Layers):
@@ -752,8 +719,21 @@ class Derives(nn.Module):
         return x if found is None else x + found
 
 
-class SharesTheBatch(Layers):
-    """Several submodules use a tensor of the batch, or what the step makes of it, and one asks for its gradient.
+class ForceField(nn.Module):
+    """Energies of atoms, and the forces on them: minus the gradient of the energy for their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        energy = self.energy(positions)
+        (gradient,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy - gradient
+
+
+class Shares(Layers):
+    """Several submodules use a value, a tensor of the batch or what the step makes of it; one asks for its gradient.
 
     Args:
         way: one of the methods.
@@ -762,9 +742,18 @@ class SharesTheBatch(Layers):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.hooks, self.derives, self.shift = way, Hooks(), Derives(), nn.Parameter(torch.ones(8))
+        self.field = ForceField()
 
     def through(self, x: Tensor) -> Tensor:
         return getattr(self, self.way)(x.clone().requires_grad_())  # type: ignore[no-any-return]
+
+    def value_hooked_last(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.d(self.c(self.b(h) + self.hooks(h)))  # type: ignore[no-any-return]
+
+    def value_hooked_first(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.d(self.c(self.hooks(h) + self.b(h)))  # type: ignore[no-any-return]
 
     def hooked_last(self, x: Tensor) -> Tensor:
         return self.d(self.c(self.a(x).relu()) + self.hooks(x))  # type: ignore[no-any-return]
@@ -785,54 +774,45 @@ class SharesTheBatch(Layers):
     def derived_by_way_of_its_triple(self, x: Tensor) -> Tensor:
         return self.c(self.derives(2 * (3 * x + self.shift), x))  # type: ignore[no-any-return]
 
+    def derived_within_a_submodule(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.field(x)).relu())  # type: ignore[no-any-return]
+
+
+OF_BATCH = rf"unit '(hooks|derives)' at {LINE} \w+ asks for the gradient of a tensor of the batch, which .* uses too"
+OF_VALUE = r"unit '(hooks|weighs)' at .* asks for the gradient of .* uses too"
+
 
 @pytest.mark.parametrize(
-    ("way", "split"),
+    ("make", "split", "message"),
     [
-        ("hooked_last", "hooks"),
-        ("hooked_first", "c"),
-        ("hooked_before_its_double_is_used", "c"),
-        ("derived", "derives"),
-        ("derived_by_way_of_its_triple", "derives"),
+        (partial(Shares, "value_hooked_last"), "hooks", OF_VALUE),
+        (partial(Balances, False), "c", OF_VALUE),
+        (partial(Shares, "hooked_last"), "hooks", OF_BATCH),
+        (partial(Shares, "hooked_first"), "c", OF_BATCH),
+        (partial(Shares, "hooked_before_its_double_is_used"), "c", OF_BATCH),
+        (partial(Shares, "derived"), "derives", OF_BATCH),
+        (partial(Shares, "derived_by_way_of_its_triple"), "derives", OF_BATCH),
     ],
 )
-def test_no_cut_divides_the_gradient_of_a_tensor_of_the_batch(way: str, split: str) -> None:
-    message = rf"unit '(hooks|derives)' at {LINE} \w+ asks for the gradient of a tensor of the batch, which .* uses too"
+def test_no_cut_divides_the_gradient_that_a_submodule_asks_for(
+    make: Callable[[], Layers], split: str, message: str
+) -> None:
     with pytest.raises(PartitionError, match=message):
-        piped(SharesTheBatch(way), split_points=[split])
+        piped(make(), split_points=[split])
 
 
 @pytest.mark.parametrize(
-    ("way", "split"), [("hooked_last", "d"), ("hooked_first", "d"), ("hooked_alone", "c"), ("derived", "c")]
+    ("make", "split"),
+    [
+        # before the first use of the value
+        *((partial(Shares, "value_hooked_first"), split) for split in ("hooks", "b", "c")),
+        (partial(Balances, True), "c"),
+        (partial(Shares, "hooked_last"), "d"),
+        (partial(Shares, "hooked_first"), "d"),
+        (partial(Shares, "hooked_alone"), "c"),
+        (partial(Shares, "derived"), "c"),
+        (partial(Shares, "derived_within_a_submodule"), "c"),
+    ],
 )
-def test_a_cut_that_leaves_the_gradient_of_a_tensor_of_the_batch_whole_stays_possible(way: str, split: str) -> None:
-    module = piped(SharesTheBatch(way), split_points=[split])
-    assert_equal(module, by_hand(SharesTheBatch(way)))
-
-
-class ForceField(nn.Module):
-    """Energies of atoms, and the forces on them: minus the gradient of the energy for their positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        energy = self.energy(positions)
-        (gradient,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
-        return energy - gradient
-
-
-class Atoms(Layers):
-    """Computes with forces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.field = ForceField()
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.d(self.c(self.field(x.clone().requires_grad_())).relu())  # type: ignore[no-any-return]
-
-
-def test_a_force_field_in_one_submodule_may_be_a_stage() -> None:
-    assert_equal(piped(Atoms(), split_points=["c"]), by_hand(Atoms()))
+def test_a_cut_that_leaves_such_a_gradient_whole_stays_possible(make: Callable[[], Layers], split: str) -> None:
+    assert_equal(piped(make(), split_points=[split]), by_hand(make()))
