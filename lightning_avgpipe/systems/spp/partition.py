@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Literal, NamedTuple
 
@@ -39,7 +39,7 @@ class SppPlan:
     Attributes:
         stages: ``(first unit, last unit, devices)`` of each stage.
         makespan_s: simulated seconds of an iteration, until the last gradient is all-reduced.
-        bound_s: seconds that the slowest stage or link needs for its own work alone.
+        bound_s: W, the seconds that the slowest stage or link needs for its own work alone.
     """
 
     stages: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -64,17 +64,22 @@ def plan(
         costs: costs of the units.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``.
         num_microbatches: M, number of micro-batches of an iteration.
-        candidates: ``"paper"`` simulates, for each number of stages, the plan whose slowest part is fastest. ``"all"``
-            simulates every plan of contiguous units along the order of devices, in both directions, for small problems.
+        candidates: ``"paper"`` simulates, for each number of stages, the plan with the least W, and the plan with the
+            least W if a link carries messages in both directions at once. ``"all"`` simulates every plan of contiguous
+            units along the order of devices, in both directions, for small problems.
     Raises:
         PartitionError: there are more than 200,000 candidates, or a size is invalid.
     """
     if candidates not in ("paper", "all"):
         raise PartitionError(f"candidates={candidates!r}: use 'paper' or 'all'")
     order, network = device_order(bandwidth), Network.of(bandwidth)
-    if candidates == "paper":
-        return _best_of_least(Problem(costs, network.ordered(order), num_microbatches), order)
     best = None
+    if candidates == "paper":
+        problem = Problem(costs, network.ordered(order), num_microbatches)
+        for half_duplex in (True, False):
+            best = _best_of_least(replace(problem, half_duplex=half_duplex), order, best)
+        assert best is not None
+        return best
     for along in dict.fromkeys((order, order[::-1])):
         problem = Problem(costs, network.ordered(along), num_microbatches)
         best = _better(problem, along, all_plans(problem), best)
@@ -89,7 +94,7 @@ def partition(
     num_microbatches: int,
     bandwidth: Matrix,
 ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Return the stages, along an order of devices, that minimise the work of the slowest stage or link.
+    """Return the stages, along an order of devices, that minimise W: the work of the slowest stage or link.
 
     Args:
         costs: costs of the units.
@@ -108,7 +113,7 @@ def partition(
             f"num_stages={num_stages}: {costs.num_units} units on {len(order)} devices make 1 to "
             f"{min(costs.num_units, len(order))} stages"
         )
-    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches)
+    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches, half_duplex=True)
     plans = (least_bottlenecks(problem, limit_s, num_stages) for limit_s in problem.limits_s())
     return _named(next(found[num_stages] for found in plans if num_stages in found), order)
 
@@ -147,25 +152,24 @@ def _better(
             continue
         seconds = problem.makespan(stages, orders(len(stages), problem.num_microbatches))
         if best is None or seconds < best.makespan_s * (1 - _ROUNDING):
-            best = SppPlan(_named(stages, order), seconds, problem.bound_s(stages))
+            best = SppPlan(_named(stages, order), seconds, replace(problem, half_duplex=True).bound_s(stages))
     return best
 
 
-def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan:
-    """Return the best of the plans that have the least W for their number of stages.
+def _best_of_least(problem: Problem, order: Sequence[int], best: SppPlan | None) -> SppPlan | None:
+    """Return the best of the plans that have the least W for their number of stages, and of the best plan so far.
 
-    No iteration is shorter than its W. So once a plan has been simulated, plans with a larger W can be left out.
+    With full-duplex links no iteration is shorter than its W. So plans with a larger W than the best one can be left
+    out.
     """
-    best: SppPlan | None = None
     missing = set(range(1, problem.most_stages + 1))
     for limit_s in problem.limits_s():
-        enough_s = math.inf if best is None else best.makespan_s
+        enough_s = math.inf if best is None or problem.half_duplex else best.makespan_s
         found = least_bottlenecks(problem, min(limit_s, enough_s), max(missing))
         best = _better(problem, order, [found[s] for s in sorted(missing & found.keys())], best)
         missing -= found.keys()
         if enough_s <= limit_s or not missing:
             break
-    assert best is not None
     return best
 
 
@@ -273,7 +277,7 @@ def _extend(
     replicas = np.arange(1, first + 1)
     there, back = problem.messages[:, shorter.lowest - 1 : shorter.lowest - 1 + shorter.seconds.shape[2]]
     pairs = replicas * (i - first)
-    transfer_s = np.maximum(
+    transfer_s = problem.both_ways(
         there * (count / (pairs * network.forward[first - replicas, first, i]))[:, None],
         back * (count / (pairs * network.backward[first - replicas, first, i]))[:, None],
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -164,6 +164,8 @@ class Problem:
             simulation of turns and the bottleneck use it; SPP's own simulation ignores it.
         bucket_bytes: bytes of gradients that are all-reduced as one message while the last backward still computes.
             SPP's own simulation all-reduces after the last backward instead.
+        half_duplex: whether W adds the transfers of a link in both directions, as the paper does. In simulations links
+            are full-duplex.
     """
 
     costs: UnitCosts
@@ -171,6 +173,7 @@ class Problem:
     num_microbatches: int
     slowness: tuple[float, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
+    half_duplex: bool = False
 
     def __post_init__(self) -> None:
         if self.slowness and (len(self.slowness) != len(self.network) or not min(self.slowness) > 0):
@@ -229,11 +232,18 @@ class Problem:
         costs, count = self.stage_costs(stages), self.num_microbatches
         busy = zip(costs.forward_s, costs.backward_s, stages, strict=True)
         work = [count * (forward_s + backward_s) + self.reduce_s(stage) for forward_s, backward_s, stage in busy]
-        return max([*work, *(count * seconds for seconds in (*costs.send_forward_s, *costs.send_backward_s))])
+        sends_s = map(self.both_ways, costs.send_forward_s, costs.send_backward_s)
+        return max([*work, *(count * float(seconds) for seconds in sends_s)])
+
+    @property
+    def both_ways(self) -> np.ufunc:
+        """The function of a link's seconds in each direction that returns for how long the link is busy."""
+        return np.add if self.half_duplex else np.maximum
 
     def least_s(self, stages: Sequence[PlacedStage]) -> float:
-        """Return a lower bound, at least W, for the seconds of an iteration in any order of execution."""
-        return max(self.bound_s(stages), least_possible_s(self.stage_costs(stages), self.num_microbatches))
+        """Return a lower bound for the seconds of an iteration in any order of execution, with full-duplex links."""
+        bound_s = replace(self, half_duplex=False).bound_s(stages)
+        return max(bound_s, least_possible_s(self.stage_costs(stages), self.num_microbatches))
 
     def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> float:
         """Return the seconds of an iteration with the fastest of these schedules."""
@@ -257,7 +267,7 @@ class Problem:
         """Yield growing limits for W: from slightly above evenly shared work to a value that no plan exceeds."""
         costs, count = self.costs, self.num_microbatches
         slowest = min(min(row[:u] + row[u + 1 :], default=math.inf) for u, row in enumerate(self.network.bandwidth))
-        largest = max((*costs.bytes_forward, *costs.bytes_backward), default=0.0)
+        largest = max(costs.bytes_forward, default=0.0) + max(costs.bytes_backward, default=0.0)
         alone_s = count * float(costs.busy_s[-1])
         most_s = (
             alone_s * self.slow(0, len(self.network)) + max(count * largest, 2 * float(costs.parameters[-1])) / slowest

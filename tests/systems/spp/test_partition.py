@@ -22,7 +22,7 @@ from lightning_avgpipe.planning.costs import Costing, UnitCosts
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
-from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, execution_order, partition
+from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, execution_order, orders, partition, plan
 from lightning_avgpipe.systems.spp.placement import (
     SppSource,
     least_in_turns_s,
@@ -65,8 +65,8 @@ def bottleneck_s(costs: UnitCosts, bandwidth: list[list[float]], num_microbatche
         there = min(bandwidth[u][v] for u in here for v in after)
         back = min(bandwidth[v][u] for u in here for v in after)
         pairs = len(here) * len(after)
-        found.append(num_microbatches * costs.bytes_forward[last] / (pairs * there))
-        found.append(num_microbatches * costs.bytes_backward[last] / (pairs * back))
+        both_ways = costs.bytes_forward[last] / there + costs.bytes_backward[last] / back
+        found.append(num_microbatches * both_ways / pairs)
     return max(found)
 
 
@@ -98,6 +98,28 @@ def test_no_partition_has_a_smaller_bottleneck() -> None:
             every = all_stages(costs.num_units, order, num_stages)
             best = min(bottleneck_s(costs, bandwidth, num_microbatches, stages) for stages in every)
             assert bottleneck_s(costs, bandwidth, num_microbatches, found) == pytest.approx(best)
+
+
+def test_plans_of_two_known_problems() -> None:
+    between = (1.0,) * 5
+    costs = UnitCosts((1, 1, 2, 2, 1, 1), (2, 2, 4, 4, 2, 2), between, between, (1, 1, 1, 1, 4, 4))
+    equal = [[1.0] * 4] * 4
+    problem = replace(problem_of(costs, equal, 4), half_duplex=True)
+    found = [partition(costs, range(4), count, 4, equal) for count in (1, 2, 3, 4)]
+    assert found[1] == ((0, 3, (0, 1, 2)), (4, 5, (3,)))
+    placed = [[PlacedStage(a, b + 1, devices[0], devices[-1] + 1) for a, b, devices in stages] for stages in found]
+    assert list(map(problem.bound_s, placed)) == pytest.approx([42, 88 / 3, 26, 24])
+    assert [problem.makespan(stages, orders(len(stages), 4)) for stages in placed] == [42, 36, 38, 48]
+    chosen, best = plan(costs, equal, 4), plan(costs, equal, 4, candidates="all")
+    assert (chosen.stages, chosen.makespan_s) == (found[1], 36)
+    assert (best.stages, best.makespan_s) == (((0, 2, (0, 1)), (3, 5, (2, 3))), 35.25)
+
+    costs, nodes = uniform(12, 1, 2, 3, 6), [[8.0 if u // 4 == v // 4 else 2.0 for v in range(8)] for u in range(8)]
+    problem = problem_of(costs, nodes, 16)
+    found = [partition(costs, device_order(nodes), count, 16, nodes) for count in range(1, 9)]
+    placed = [[PlacedStage(a, b + 1, devices[0], devices[-1] + 1) for a, b, devices in stages] for stages in found]
+    makespans = [problem.makespan(stages, orders(len(stages), 16)) for stages in placed]
+    assert makespans == [135, 83.4375, 88.3125, 88.875, 116.8125, 123.1875, 130.125, 133.5]
 
 
 def problem_of(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
