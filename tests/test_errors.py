@@ -14,7 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links
+from lightning_avgpipe import (
+    AdaptiveFreezing,
+    Averaging,
+    AvgPipeStrategy,
+    AvgPipeTuner,
+    Broadcast,
+    Links,
+    PipelineTimeline,
+    PipeOptim,
+    Survival,
+)
 from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
@@ -124,6 +134,12 @@ OF_STRATEGY: list[tuple[dict[str, Any], str]] = [
             "samples_factor=0: must be a number from 0.01 to 100, or such numbers by",
         ),
         (AvgPipeTuner, {"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
+        (AvgPipeTuner, {"max_pipelines": 2}, "AvgPipeTuner has no option .* did you mean 'max_num_pipelines'"),
+        (PipelineTimeline, {"every_n_step": 2}, "PipelineTimeline has no option .* did you mean 'every_n_steps'"),
+        (AdaptiveFreezing, {"alfa": 0.5}, "AdaptiveFreezing has no option .* did you mean 'alpha'"),
+        (Broadcast, {"segment": 2}, "Broadcast has no option .* did you mean 'segments'"),
+        (PipeOptim, {"stale": "exact"}, "PipeOptim has no option .* did you mean 'staleness'"),
+        (Survival, {"grups": 2}, "Survival has no option .* did you mean 'groups'"),
         (AvgPipeTuner, {"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),
     ],
 )

@@ -17,11 +17,10 @@ from lightning_avgpipe.utils.allowed import (
     Count,
     check,
     choice,
-    documented,
     flag,
+    has_options,
     number,
     optional,
-    suggesting_names,
     whole,
 )
 
@@ -53,8 +52,7 @@ ALLOWED = {
 }
 
 
-@suggesting_names()
-@documented(ALLOWED)
+@has_options(ALLOWED)
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
     """Elastic averaging of N parallel models: ``AvgPipeStrategy(num_pipelines=2, averaging=Averaging(...))``.

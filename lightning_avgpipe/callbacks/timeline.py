@@ -18,7 +18,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.allowed import Count, check, directory, documented, optional, whole
+from lightning_avgpipe.utils.allowed import Count, check, directory, has_options, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, get_filesystem, pl, rank_zero_info, rank_zero_warn
 
 _ALLOWED = {
@@ -27,7 +27,7 @@ _ALLOWED = {
 }
 
 
-@documented(_ALLOWED)
+@has_options(_ALLOWED)
 class PipelineTimeline(Callback):
     """Records one iteration in ``every_n_steps``: every action, message and wait on every rank, on one clock.
 

@@ -28,7 +28,7 @@ from lightning_avgpipe.utils.allowed import (
     Count,
     check,
     directory,
-    documented,
+    has_options,
     number,
     optional,
     whole,
@@ -74,7 +74,7 @@ _ALLOWED = {
 }
 
 
-@documented(_ALLOWED)
+@has_options(_ALLOWED)
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
 

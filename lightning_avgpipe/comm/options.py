@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_avgpipe.utils.allowed import Allowed, check, choice, documented, either, flag, optional, suggesting_names
+from lightning_avgpipe.utils.allowed import Allowed, check, choice, either, flag, has_options, optional
 
 
 def _is_matrix(value: Any) -> bool:
@@ -46,8 +46,7 @@ ALLOWED = {
 }
 
 
-@suggesting_names()
-@documented(ALLOWED)
+@has_options(ALLOWED)
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """The links between processes, and what travels on them: ``AvgPipeStrategy(links=Links(...))``.

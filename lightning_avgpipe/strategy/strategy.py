@@ -60,7 +60,7 @@ from lightning_avgpipe.strategy.options import (
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.system import System
 from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
-from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
+from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, duration, has_options
 from lightning_avgpipe.utils.device import set_environment
 from lightning_avgpipe.utils.lightning import (
     CheckpointIO,
@@ -88,8 +88,7 @@ Run = PipelineRun | WholeRun | PassthroughRun
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-@suggesting_names(averaging=Averaging, links=Links)
-@documented(ALLOWED, FURTHER)
+@has_options(ALLOWED, FURTHER, averaging=Averaging, links=Links)
 class AvgPipeStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 

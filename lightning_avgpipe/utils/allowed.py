@@ -122,12 +122,16 @@ def check(table: Table, given: Mapping[str, Any], owner: str = "") -> None:
             )
 
 
-def documented(table: Table, further: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
-    """Make a decorator that adds the allowed values to the description of each argument in a class's docstring.
+def has_options(table: Table, further: Mapping[str, str] | None = None, **parts: type) -> Callable[[Class], Class]:
+    """Make a decorator of a class whose arguments are options.
+
+    It adds the allowed values to the description of each argument in the class's docstring, and the error for an
+    unknown keyword suggests the closest known ones.
 
     Args:
         table: allowed values by option.
         further: texts to add before the allowed values, by option.
+        parts: option -> class of its values. For a keyword of such a class, the error says how to pass it to that.
     """
 
     def add(kind: Class) -> Class:
@@ -137,20 +141,6 @@ def documented(table: Table, further: Mapping[str, str] | None = None) -> Callab
             line = f"        {said}Allowed: {allowed.what}; for example ``{name}={allowed.example}``."
             # behind the description of the argument and its continuation lines
             text = re.sub(rf"^    {name}:.*(?:\n        .*)*", lambda found: f"{found[0]}\n{line}", text, flags=re.M)  # noqa: B023
-        kind.__doc__ = text
-        return kind
-
-    return add
-
-
-def suggesting_names(**parts: type) -> Callable[[Class], Class]:
-    """Make a decorator of a class whose error for an unknown keyword suggests the closest known ones.
-
-    Args:
-        parts: option -> class of its values. For a keyword of such a class, the error says how to pass it to that.
-    """
-
-    def add(kind: Class) -> Class:
         constructor: Callable[..., None] = kind.__init__  # type: ignore[misc]
         known = list(inspect.signature(constructor).parameters)[1:]
 
@@ -164,6 +154,7 @@ def suggesting_names(**parts: type) -> Callable[[Class], Class]:
                 raise ConfigurationError(f"{kind.__name__} has no option {name!r}: {remedy}")
             constructor(self, *args, **kwargs)
 
+        kind.__doc__ = text
         kind.__init__ = construct  # type: ignore[misc]
         return kind
 

@@ -45,7 +45,7 @@ from lightning_avgpipe.schedule.policies import WeightPolicy
 from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Timeline
-from lightning_avgpipe.utils.allowed import check, choice, flag
+from lightning_avgpipe.utils.allowed import check, choice, flag, has_options
 
 
 class Use(NamedTuple):
@@ -233,6 +233,7 @@ def _by_staleness(place: Place, micro_batch: int) -> Use:
 _CHOICES = {"delta": choice("state", "increment"), "staleness": choice("exact", "constant"), "exact_backward": flag()}
 
 
+@has_options(_CHOICES)
 @dataclass(frozen=True)
 class PipeOptim:
     """The options of PipeOptim, in which forwards predict the weights that their backwards will meet.

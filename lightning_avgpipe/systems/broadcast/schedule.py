@@ -28,6 +28,7 @@ from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.schedule.recipes import Recipe
 from lightning_avgpipe.schedule.simulator import simulate
+from lightning_avgpipe.utils.allowed import check, has_options, whole
 
 GRAPH = Kind(
     "G", "graph", lambda costs, k: costs.forward_s[k], "forward", None, (), 1, 1, "#b07aa1", FORWARD, relayed=True
@@ -43,6 +44,10 @@ def leaf_stages(num_stages: int) -> range:
     return range(num_stages - 1, 1, -2)
 
 
+_ALLOWED = {"segments": whole(1, 1000, 8)}
+
+
+@has_options(_ALLOWED)
 @dataclass(frozen=True)
 class Broadcast:
     """A callable that builds 1F1B with broadcast forward for K stages and M micro-batches.
@@ -50,14 +55,13 @@ class Broadcast:
     Attributes:
         segments: number of segments of a message, beta. It takes ``2 latency + (1 + 1 / beta) transfer`` through a mid.
     Raises:
-        ScheduleError: ``segments`` is below 1.
+        ConfigurationError: ``segments`` is not allowed.
     """
 
     segments: int = 8
 
     def __post_init__(self) -> None:
-        if self.segments < 1:
-            raise ScheduleError(f"segments={self.segments}: a message has at least one")
+        check(_ALLOWED, vars(self), "Broadcast")
 
     @property
     def __name__(self) -> str:

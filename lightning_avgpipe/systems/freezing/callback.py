@@ -21,7 +21,7 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.systems.freezing.halving import Halving, check_sharing
 from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, StageOutputs
 from lightning_avgpipe.systems.freezing.order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
-from lightning_avgpipe.utils.allowed import Count, check, choice, documented, flag, names, number, optional, whole
+from lightning_avgpipe.utils.allowed import Count, check, choice, flag, has_options, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
 
 _ALLOWED = {
@@ -39,7 +39,7 @@ _ALLOWED = {
 }
 
 
-@documented(_ALLOWED)
+@has_options(_ALLOWED)
 class AdaptiveFreezing(Callback):
     """Freezes the first layers of a model, more of them from epoch to epoch, while the others are fine-tuned.
 

@@ -16,7 +16,7 @@ import torch
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.system import System
-from lightning_avgpipe.utils.allowed import Allowed, Count, Natural, check, documented, number, optional, whole
+from lightning_avgpipe.utils.allowed import Allowed, Count, Natural, check, has_options, number, optional, whole
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.context import RunContext
@@ -49,7 +49,7 @@ def torchft(module: str = "") -> Any:
     return importlib.import_module(f"torchft{module}")
 
 
-@documented(ALLOWED)
+@has_options(ALLOWED)
 @dataclass(frozen=True, kw_only=True)
 class Survival(System):
     """Groups of processes that survive each other: ``AvgPipeStrategy(system=Survival(groups=2))``.

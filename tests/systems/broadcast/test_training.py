@@ -200,7 +200,7 @@ def test_who_builds_graphs_late_has_one_before_that_sends_and_one_behind_that_ru
 def test_it_can_be_trained_with() -> None:
     assert of_function(Broadcast(), 4, 4).relays == {2}
     assert of_function(Broadcast(), 2, 4).rows == build("1f1b", 2, 4).rows  # nobody is in the middle
-    with pytest.raises(ScheduleError, match="segments=0"):
+    with pytest.raises(ConfigurationError, match="Broadcast: segments=0: must be an integer from 1"):
         Broadcast(0)
 
 
