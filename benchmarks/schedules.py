@@ -189,7 +189,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.plot(ratios, [row["seconds"] for row in here], "o", color=colour, label=name)
         axes.set_title(f"{num_stages} stages")
         axes.set_xlabel("transfer / forward")
-        axes.set_ylabel("seconds per iteration")
+        axes.set_ylabel("seconds per iteration (lines: simulated)")
         axes.legend(frameon=False)
     figure.savefig(path)
 

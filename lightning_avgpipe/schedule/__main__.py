@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copies = " ".join(map(str, POLICIES[options.policy].copies(options.stages, options.microbatches)))
             print(f"weight policy {options.policy}, copies of the weights {copies}")
         if options.output is not None:
-            _write(options.output, schedule, timeline)
+            _write(options.output, schedule, timeline, options.iterations)
     except (AvgPipeError, OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,13 +57,14 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
+def _write(path: Path, schedule: Schedule, timeline: Timeline, iterations: int) -> None:
     if path.suffix == ".json":
         path.write_text(json.dumps(chrome_trace(timeline, schedule=schedule.name)))
         return
+    filled = f" once filled, {iterations} iterations" if iterations > 1 else ""
     title = (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
-        f"{timeline.steady_s:g} s, idle {timeline.bubble_fraction:.1%}"
+        f"{timeline.steady_s:g} s an iteration, idle {timeline.bubble_fraction:.1%}{filled}"
     )
     picture.draw(timeline, title).savefig(path)
 
