@@ -125,7 +125,7 @@ _IDLE = (
         {
             "averaging.alpha": None, "averaging.outer_lr": "auto", "averaging.outer_optimizer": None,
             "averaging.every": 1, "averaging.fragments": 1, "averaging.delay": 0, "averaging.wire": None,
-            "averaging.rolling": False, "averaging.streams": True,
+            "averaging.rolling": False, "averaging.streams": True, "averaging.save_models": True,
         },
         lambda given, run: run.num_models == 1,
         "without effect: there is one pipeline, and nothing to average",
@@ -156,7 +156,7 @@ _IDLE = (
         "Use num_stages=2 or more",
     ),
     _Idle(
-        {"links.reader": "last", "links.send_batch": "needed", "links.wire": None},
+        {"links.reader": "last", "links.send_batch": "needed", "links.wire": None, "links.shared_memory": True},
         lambda given, run: run.num_processes == 1,
         "without effect: there is one process, and nothing travels",
         "Use devices=2 or more",

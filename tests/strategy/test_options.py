@@ -112,8 +112,12 @@ def test_models_are_shown_while_there_are_some() -> None:
     ("given", "said"),
     [
         (
-            {"averaging": Averaging(alpha=0.5, every=2)},
-            "Averaging(alpha=0.5, every=2) without effect: there is one pipeline, and",
+            {"averaging": Averaging(alpha=0.5, every=2, save_models=False)},
+            "Averaging(alpha=0.5, every=2, save_models=False) without effect: there is one pipeline, and",
+        ),
+        (
+            {"links": Links(shared_memory=False)},
+            "Links(shared_memory=False) without effect: there is one process, and nothing travels",
         ),
         ({"num_stages": 1, "num_microbatches": 2, "advance": 1}, "advance=1 without effect: there is one stage, and"),
         (
