@@ -90,7 +90,7 @@ class Comparison:
         Raises:
             TimeoutError: the results of the second run have not arrived in time. This method may be called again.
             VerificationError: both plain runs contradict the pipeline.
-            Doubt: both contradict it, but something outside of the step may be the reason.
+            UnclearDifference: both contradict it, but something outside of the step may be the reason.
         """
         self._compiled |= expected.compiled
         one, other = self._comparable(expected, found)
@@ -237,6 +237,8 @@ class Comparison:
         where = [f"stage {', '.join(map(str, stages))}"] if stages else []
         if subject.num_models > 1:
             where.append(f"pipeline {n}")
+        if (source := subject.source_of(difference.name)) is not None:
+            where.append(f"used at {source}")
         place = f" ({', '.join(where)})" if where else ""
         return (
             f"optimizer step {self.steps + 1} is not what a plain run of the same micro-batches computes: "

@@ -19,7 +19,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.forked import why_no_fork
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.names import joined, nearest
+from lightning_avgpipe.utils.names import is_within, joined, nearest
 from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.plain import portable
 from lightning_avgpipe.verify.state import attributes
@@ -96,6 +96,12 @@ class Subject:
         """Return the stages of a parameter, buffer or attribute of a unit, by full name; empty if none is known."""
         known = {} if self.plan is None else self.plan.stages_of
         return known.get(nearest(_owner(name), known), ())
+
+    def source_of(self, name: str) -> str | None:
+        """Return the line of the user's code that first uses a parameter, buffer or attribute of a unit, if known."""
+        nodes, owner = () if self.plan is None else self.plan.graph.nodes, _owner(name)
+        using = (n for n in nodes if owner in n.parameters or owner in n.states or is_within(owner, n.name))
+        return next((node.source for node in using), None)
 
     @property
     def rounds(self) -> bool:

@@ -285,7 +285,7 @@ def mean_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "model", "options", "found"),
     [
-        (lost_gradient, MLP, {}, "the gradient of 'layers.*stage 0"),
+        (lost_gradient, MLP, {}, r"the gradient of 'layers.*stage 0, used at .*models\.py:\d+ in "),
         (executed_twice, Normed, {}, "the buffer of 'layers.1.running_mean'"),
         (equal_masks, Dropping, {"num_pipelines": 2}, "the loss of 'micro-batch 0'.*pipeline 1"),
         (mean_of_logged, MLP, {}, "the logged value of 'train_loss'"),
