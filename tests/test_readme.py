@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
+from lightning_avgpipe.__main__ import main
 from tests.commands import run
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +25,14 @@ SNIPPETS = {
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
 }
 FIRST = "README.md:0"
+COMMANDS = {
+    command
+    for page in PAGES.values()
+    for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for command in re.findall(r"^python (-m lightning_avgpipe .*|examples/cli.py .*)$", block, re.MULTILINE)
+    if not command.endswith("\\")  # of large_models.md, which needs a folder with a model
+}
+SCHEDULES = sorted(command for command in COMMANDS if " schedule " in command)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +70,33 @@ def test_the_first_snippet_trains_in_two_processes_and_prints_the_plan(printed: 
     assert plan is not None
     assert masked(plan.group(1)) in masked(printed)
     assert "`max_epochs=1` reached" in printed
+
+
+@pytest.mark.parametrize("command", SCHEDULES)
+def test_schedules_are_drawn_as_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+    words = command.split()[2:]
+    assert main(words) == 0
+    assert "stage 0 | F0 " in capsys.readouterr().out
+    assert all(Path(path).stat().st_size for path in re.findall(r"--output (\S+)", command))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(COMMANDS.difference(SCHEDULES)))
+def test_commands_for_scripts_run_as_printed(command: str, tmp_path: Path) -> None:
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    config = tmp_path / "configs" / "language_model.yaml"
+    config.write_text(config.read_text().replace("layers: 4", "layers: 2").replace("block_size: 64", "block_size: 8"))
+    shutil.copy(config, tmp_path / "config.yaml")
+    (tmp_path / "train.py").write_text((ROOT / "examples" / "cli.py").read_text())
+    few = ("--trainer.max_steps", 2) if "cli.py" in command else ()
+    out = run(tmp_path, *command.split(), *few, PYTHONPATH=f"{ROOT}:{tmp_path / 'examples'}")
+    said = {"advise": "num_pipelines=2", "--meta": "memory of each device", "verify": "verified 2 optimizer steps"}
+    assert any(text in out for word, text in said.items() if word in command) or "`max_steps=2` reached" in out
 
 
 @pytest.mark.parametrize("name", PAGES)
