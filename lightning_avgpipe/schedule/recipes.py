@@ -5,14 +5,13 @@ Packages in ``systems`` add theirs to ``RECIPES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.builders import DEPTH_FIRST, NAMES, breadth_first, check_sizes, formula, interleaved
-from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
 
 
@@ -25,8 +24,6 @@ class Recipe:
         needs: stages on each process: any number, several in a loop, or two in the shape of a V.
         rank: place among the schedules that the automatic choice compares, the simplest first; None: not compared.
         splits: whether it splits backwards, for which stages must keep their graphs.
-        gain: function of costs, M, the devices of stages and the seconds of copies of weights that returns how many
-            times as fast as 1F1B the schedule is, so that 1F1B can replace a slower one; None: it is never replaced.
         about: sentence for the documentation of the option ``schedule``.
     """
 
@@ -34,7 +31,6 @@ class Recipe:
     needs: Literal["any", "loop", "v"]
     rank: int | None = None
     splits: bool = False
-    gain: Callable[[StageCosts, int, Sequence[int], Sequence[float]], float] | None = None
     about: str = ""
 
     @property

@@ -25,7 +25,6 @@ from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -370,7 +369,7 @@ class PipelineLoop:
             self.freeze(trains)
         plan = self.deployment.plan
         assert plan is not None
-        schedules = [self.schedule(parts, trains, plan) for parts in works]
+        schedules = [self.schedule(parts, trains, runs=True) for parts in works]
         known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
         self.models.step_log.begin(sum(map(len, works)))
@@ -463,11 +462,14 @@ class PipelineLoop:
         iteration.loss = nothing if result is None else loss_in(result)
         return result
 
-    def schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
-        """Return the schedule of a pipeline for the given micro-batches; only forwards if it does not train."""
+    def schedule(self, parts: Sequence[MicroBatch], trains: bool, runs: bool = False) -> Schedule:
+        """Return the schedule of a pipeline for the given micro-batches; only forwards if it does not train.
+
+        For ``runs`` see :meth:`ScheduleChoice.schedule`.
+        """
         if not trains:
             return build("forward", self.cluster.stage_map.num_stages, len(parts))
-        return self.schedule_control.schedule(parts, plan)
+        return self.schedule_control.schedule(parts, runs)
 
     def of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes merged over the replicas of the last stage, if it has any. All of them call it."""

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import nn
-
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import stage_costs
 from lightning_avgpipe.schedule import (
     Schedule,
@@ -70,7 +67,6 @@ class ScheduleChoice:
         request: requested schedule.
         cluster: the connected processes, with the stages that each hosts.
         memory_limit: returns the bytes that each stage may use now.
-        module: module that is trained.
 
     Attributes:
         request: requested schedule, with its defaults resolved; its advance may change between iterations.
@@ -79,9 +75,7 @@ class ScheduleChoice:
         plan: plan of the stages; None: there is none yet, or schedules do not depend on it.
     """
 
-    def __init__(
-        self, request: ScheduleRequest, cluster: Cluster, memory_limit: Callable[[], float], module: nn.Module
-    ) -> None:
+    def __init__(self, request: ScheduleRequest, cluster: Cluster, memory_limit: Callable[[], float]) -> None:
         self._asked = request.given
         self.request = request.on(cluster.group.world_size > 1)
         self.memory_limit = memory_limit
@@ -90,8 +84,7 @@ class ScheduleChoice:
         self._wanted: Placement | None = None
         self._may_want = cluster.group.world_size > 1 and cluster.stage_map.reader == 0
         self._cluster = cluster
-        self._module = module
-        self._built: dict[tuple[int, int, bool], Schedule] = {}  # by K, M, and whether a plan was known
+        self._built: dict[tuple[int, int], Schedule] = {}  # by K and M
 
     @property
     def adapts(self) -> bool:
@@ -133,29 +126,25 @@ class ScheduleChoice:
         costs, even = self._costs, (1,) * (self._cluster.stage_map.num_stages - 1)
         return stepped_warm_up(even if costs is None else uneven_steps(costs), shape.num_microbatches, advance)
 
-    def schedule(self, shape: IterationShape, advance: int, plan: Plan | None = None) -> Schedule:
+    def schedule(self, shape: IterationShape, advance: int, runs: bool = False) -> Schedule:
         """Return the schedule of an iteration.
 
         Args:
             shape: shape of the iteration.
             advance: advance of the iteration; ignored unless advances adapt.
-            plan: plan of the stages, which decides whether a schedule that relays values past stages is replaced by
-                1F1B; None: it is not.
+            runs: whether the schedule is to run, and not only to plan stages by. While stages have nothing to train,
+                1F1B runs instead of a schedule that relays values past stages.
         """
         if self.request.advance == "auto":
             schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.request.given))
             return forward_only(self._shared(schedule), self.frozen)
         size = shape.num_stages, shape.num_microbatches
-        if (*size, False) not in self._built:
-            self._built[*size, False] = self._shared(self._build(*size, self.request.advance))
-        schedule = self._built[*size, False]
-        if schedule.relays:
-            if plan is None:
-                return schedule
-            if (*size, True) not in self._built:
-                self._built[*size, True] = self._passing(schedule, plan)
-            schedule = self._built[*size, True]
-        return forward_only(schedule, self.frozen)
+        if size not in self._built:
+            self._built[size] = self._shared(self._build(*size, self.request.advance))
+        schedule = self._built[size]
+        if schedule.relays and not (runs and self.frozen):
+            return schedule
+        return forward_only(without_relays(schedule), self.frozen)
 
     def _shared(self, schedule: Schedule) -> Schedule:
         return with_replicas(schedule, self._cluster.stage_map.stage_replicas)
@@ -198,34 +187,3 @@ class ScheduleChoice:
         if self._cluster.rank == 0:
             _log.info("schedule %s from now on, for %d micro-batches", chosen.name, num_microbatches)
         return chosen
-
-    def _passing(self, schedule: Schedule, plan: Plan) -> Schedule:
-        """Return a schedule that relays values past stages, or 1F1B if the former does not fit or is simulated slower.
-
-        All ranks know the plan, so they return the same. A user's own schedule is not simulated.
-        """
-        needs, given, why = [stage.memory.total for stage in plan.stages], self.request.given, ""
-        simulate = RECIPES[given].gain if isinstance(given, str) else getattr(given, "gain", None)
-        gain = None
-        if simulate is not None and plan.measured:
-            sizes = {name: parameter.nbytes for name, parameter in self._module.named_parameters()}
-            weights = [sum(sizes[name] for name in stage.parameters) for stage in plan.stages]
-            copy_s = [link.per_byte * size for link, size in zip(plan.links, weights, strict=False)]
-            owners, costs = [*map(self._cluster.stage_map.owner, range(len(plan.stages)))], stage_costs(plan)
-            here = costs.on(owners) if len(set(owners)) > 1 else costs
-            gain = simulate(here, schedule.num_microbatches, owners, copy_s)
-        if self.frozen:
-            why = f"the first {self.frozen} stages have nothing to train"
-        elif max(needs) > self.memory_limit():
-            k = needs.index(max(needs))
-            why = f"with it stage {k} needs {nbytes(needs[k])}, more than memory_limit ({nbytes(self.memory_limit())})"
-        elif gain is not None and gain < 1:
-            why = f"by simulation of the measured costs it is {gain:.2f} times as fast"
-        if self._cluster.rank == 0:
-            name, count = schedule.name, schedule.num_microbatches
-            if why:
-                _log.info("schedule 1f1b instead of %s, for %d micro-batches: %s", name, count, why)
-            else:
-                gains = "" if gain is None else f": by simulation {gain:.2f} times as fast as 1f1b"
-                _log.info("schedule %s, for %d micro-batches%s", name, count, gains)
-        return without_relays(schedule) if why else schedule

@@ -68,7 +68,7 @@ class ScheduleControl:
     ) -> None:
         self._context, self._models, self._cluster = context, models, context.cluster
         self._module = context.trainer.lightning_module
-        self.choice = ScheduleChoice(request, self._cluster, context.memory_per_stage, self._module)
+        self.choice = ScheduleChoice(request, self._cluster, context.memory_per_stage)
         self.observers = observers
         self.peaks: dict[int, int] = {}
         self._stopwatch = Stopwatch(self._cluster.device)
@@ -84,15 +84,15 @@ class ScheduleControl:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
 
-    def schedule(self, parts: Sequence[MicroBatch], plan: Plan | None = None) -> Schedule:
+    def schedule(self, parts: Sequence[MicroBatch], runs: bool = False) -> Schedule:
         """Return the schedule of a pipeline with these micro-batches, for the next iteration of training.
 
         Args:
             parts: micro-batches of the pipeline.
-            plan: plan of the stages; None: as requested, see :meth:`ScheduleChoice.schedule`.
+            runs: whether it is to run, see :meth:`ScheduleChoice.schedule`.
         """
         shape = self._shape(parts)
-        return self.choice.schedule(shape, self._shapes[shape].advance, plan)
+        return self.choice.schedule(shape, self._shapes[shape].advance, runs)
 
     def freeze(self, stages: int) -> None:
         """Let the first ``stages`` stages run forwards only. Every rank calls it before the iteration."""

@@ -18,16 +18,14 @@ hops of a value wait for each other: this is faster if links are slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import formula
-from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.schedule.recipes import Recipe
-from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.utils.allowed import check, has_options, whole
 
 GRAPH = Kind(
@@ -76,25 +74,6 @@ class Broadcast:
             rows[leaf - 1] = tuple(_late(num_microbatches))
         return replace(plain, name="broadcast", rows=tuple(rows), segments=self.segments if leaves else 1)
 
-    def gain(
-        self, costs: StageCosts, num_microbatches: int, devices: Sequence[int] = (), copy_s: Sequence[float] = ()
-    ) -> float:
-        """Return how many times as fast as 1F1B this schedule is by simulation; below 1 it is slower.
-
-        Args:
-            costs: seconds per action and message.
-            num_microbatches: M, number of micro-batches of an iteration.
-            devices: device of each stage, shape ``(K,)``; default: one device per stage.
-            copy_s: seconds for which the weights of the stage before each hop would occupy it, shape ``(K-1,)``;
-                default: no copies. A copy that still occupies a hop when the first value is sent over it delays the
-                iteration.
-        """
-        plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs, devices).iteration_s
-        found = simulate(self(costs.num_stages, num_microbatches), costs, devices)
-        first = {t.hop: t.begin_s for t in reversed(found.transfers) if t.direction == "forward"}
-        late_s = [copy_s[leaf - 1] - first[leaf - 1] for leaf in leaf_stages(costs.num_stages) if copy_s]
-        return plain / (found.iteration_s + max(0.0, *late_s)) if late_s else plain / found.iteration_s
-
 
 def _late(num_microbatches: int) -> Iterator[Action]:
     for i in range(num_microbatches):
@@ -119,8 +98,6 @@ def check_forwards(schedule: Schedule) -> None:
 RECIPE = Recipe(
     lambda num_stages, count, *_: Broadcast()(num_stages, count),
     "any",
-    gain=Broadcast().gain,
     about='For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of ``lightning_avgpipe``: values pass every '
-    "other stage unread, to a stage that has its weights as well. If simulation with measured costs says that this is "
-    "slower than 1F1B, 1F1B is used, which is logged. ``'auto'`` does not take it.",
+    "other stage unread, to a stage that has its weights as well. ``'auto'`` does not take it.",
 )
