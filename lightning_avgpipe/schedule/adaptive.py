@@ -100,10 +100,17 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """The advance of the next iteration and the reason for it; it may be the same advance as before."""
+    """The advance of the next iteration, which may be the same as before.
+
+    Attributes:
+        advance: h.
+        reason: why it was chosen.
+        measured_s: median time of the iterations by which it was chosen, in seconds.
+    """
 
     advance: int
     reason: str
+    measured_s: float
 
 
 class AdaptiveAdvance:
@@ -184,13 +191,13 @@ class AdaptiveAdvance:
     def _judged(self, shape: IterationShape, now: Measured, before: Measured | None) -> tuple[State, Decision]:
         if before is not None and not (now.median_s < before.median_s and before.differs(now, LEAST_GAIN)):
             reason = f"{_described(now)} is no gain over {_described(before)}: back, and stay"
-            return State(before.advance, best=before, reason=reason), Decision(before.advance, reason)
+            return State(before.advance, best=before, reason=reason), Decision(before.advance, reason, now.median_s)
         obstacle = self._obstacle(shape, now.advance + 1)
         if obstacle is not None:
             reason = f"{_described(now)}; {obstacle}"
-            return State(now.advance, ignored=0, best=now, reason=reason), Decision(now.advance, reason)
+            return State(now.advance, ignored=0, best=now, reason=reason), Decision(now.advance, reason, now.median_s)
         reason = f"{_described(now)}; trying one more"
-        return State(now.advance + 1, before=now), Decision(now.advance + 1, reason)
+        return State(now.advance + 1, before=now), Decision(now.advance + 1, reason, now.median_s)
 
     def _obstacle(self, shape: IterationShape, advance: int) -> str | None:
         """Return why an advance cannot be tried; None if it can."""
@@ -238,7 +245,7 @@ def _watched(state: State, best: Measured) -> tuple[State, Decision | None]:
     if not best.differs(now, DRIFT):
         return replace(state, times_s=()), None
     reason = f"{_described(now)} instead of {best.median_s:.4g} s: measuring anew"
-    return State(state.advance, ignored=0), Decision(state.advance, reason)
+    return State(state.advance, ignored=0), Decision(state.advance, reason, now.median_s)
 
 
 def _described(measured: Measured) -> str:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import holdings, nbytes, with_doubles
 from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
-from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
+from lightning_avgpipe.schedule.adaptive import AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import Works
 from lightning_avgpipe.strategy.schedule_choice import ScheduleChoice, ScheduleRequest
@@ -81,7 +80,6 @@ class ScheduleControl:
         self._controller: AdaptiveAdvance | None = None
         self._ran: dict[int, _Ran] = {}  # by number, until all have reported
         self._reported_peaks: dict[int, int] = {}
-        self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
 
     def schedule(self, parts: Sequence[MicroBatch], runs: bool = False) -> Schedule:
@@ -106,7 +104,7 @@ class ScheduleControl:
             self._loaded = None
         self.choice.use_plan(None)
         self._controller = self._unlogged = None
-        for known in (self.peaks, self._shapes, self._ran, self._reported_peaks, self._recent):
+        for known in (self.peaks, self._shapes, self._ran, self._reported_peaks):
             known.clear()
 
     def measures(self, works: Works) -> bool:
@@ -189,7 +187,7 @@ class ScheduleControl:
             return
         metrics = {
             "avgpipe/advance": float(self._unlogged.advance),
-            "avgpipe/iteration_s": statistics.median(self._recent),
+            "avgpipe/iteration_s": self._unlogged.measured_s,
             "avgpipe/peak_memory_bytes": float(max(self.peaks.values(), default=0)),
         }
         self._unlogged = None
@@ -305,9 +303,7 @@ class ScheduleControl:
             return
         if ran.advance != known.decided:
             return  # the iteration ran before all ranks knew of the last decision
-        seconds = max(ran.times.values())
-        self._recent.append(seconds)
-        decision = controller.observe(ran.shape, seconds)
+        decision = controller.observe(ran.shape, max(ran.times.values()))
         if decision is not None:
             known.decided = decision.advance
             self._unlogged = decision
