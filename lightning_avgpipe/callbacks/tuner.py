@@ -304,7 +304,7 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
     """Return whether several pipelines roll, which the captured step decides. Every process calls it."""
     order = run.loop.order
-    if not isinstance(order, RollingOrder) or not order.in_turn or order.stop_if_refused():
+    if not isinstance(order, RollingOrder) or not run.configuration.rolls or order.stop_if_refused():
         return False
     return run.configuration.options.averaging.rolling
 

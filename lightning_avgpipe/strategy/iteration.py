@@ -167,11 +167,6 @@ class IterationOrder:
     def __init__(self, loop: PipelineLoop) -> None:
         self.loop = loop
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether parallel models step one after the other, in :meth:`step_in_turn`."""
-        return False
-
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
         """Run an iteration of training until the optimizer of pipeline 0 may step.
 
@@ -201,7 +196,7 @@ class IterationOrder:
         result = loop.result(iteration)
         loop.send_changes(loop.observed)
         if iteration.trains:
-            sums = models.decide_to_sum(not loop.accumulates, self.in_turn)
+            sums = models.decide_to_sum(not loop.accumulates)
             if sums:
                 loop.deployment.parallel.sum_copied_gradients()
             fed = models.synchronise(len(iteration.micro_batches), sums)
@@ -220,7 +215,11 @@ class IterationOrder:
         return contextlib.nullcontext()
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
-        """End the iteration of pipelines 1.. one after the other; ``step(n)`` steps the optimizers of pipeline n."""
+        """End the iteration of pipelines 1.. one after the other, if pipelines roll.
+
+        Args:
+            step: steps the optimizers of a pipeline.
+        """
         raise NotImplementedError
 
     def run_until(self, over: Callable[[], bool]) -> None:

@@ -439,7 +439,8 @@ class PipelineLoop:
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
         """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
         frozen = self.schedule_control.choice.frozen  # frozen first stages get no gradient, from which they would know
-        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # each knows only its own micro-batches
+        # with stages that are shared, each process knows of its own micro-batches only
+        shared = self.configuration.rolls and self.cluster.stage_map.stage_replicas
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
             self.cluster.control.expect()
             self.order.run_until(self.cluster.control.has_news)

@@ -124,15 +124,15 @@ class ParallelModels:
             self._deployment.parallel.count_copied_gradients_once()
             self.replicas.count_once(self._configuration.num_pipelines)
 
-    def decide_to_sum(self, steps: bool, in_turn: bool) -> bool:
+    def decide_to_sum(self, steps: bool) -> bool:
         """Return whether gradients are summed after this batch, and note it for :meth:`add_to_sums`.
 
         Args:
             steps: whether the optimizers step after this batch.
-            in_turn: whether models step one after the other, while others have already begun the next batch.
         """
         sums = steps or self._sums_each_batch
-        self._are_summed = sums and (not steps or (not in_turn and self._keeps_gradients()))
+        rolls = self._configuration.rolls  # then the models that have stepped may have begun the next batch already
+        self._are_summed = sums and (not steps or (not rolls and self._keeps_gradients()))
         return sums
 
     def _keeps_gradients(self) -> bool:
@@ -221,11 +221,12 @@ class ParallelModels:
                 return own(optimizer, self.check.wrap_closure(closure), model, **kwargs)
         self._check_gradients()
         results: list[Any] = []
-        once = self._once(optimizer, closure if order.in_turn else self.check.wrap_closure(closure), results)
+        if not self._configuration.rolls:  # models that roll are checked one by one
+            closure = self.check.wrap_closure(closure)
         with _counting_steps(optimizer) as steps:
-            result = own(optimizer, once, model, **kwargs)
+            result = own(optimizer, self._once(optimizer, closure, results), model, **kwargs)
         ensemble = self.ensemble
-        if ensemble is not None and order.in_turn:  # read again, since the first iteration may have changed it
+        if ensemble is not None and self._configuration.rolls:  # the first iteration may have changed this
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.take_checksums(bool(self._trainer.is_last_batch))
         elif ensemble is not None:

@@ -75,12 +75,7 @@ class RollingOrder(IterationOrder):
     @property
     def overlaps(self) -> bool:
         """Whether iterations of this run may overlap now."""
-        return self.in_turn and self.loop.models.num_models > 1
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether parallel models step one after the other."""
-        return self.loop.configuration.rolls
+        return self.loop.configuration.rolls and self.loop.models.num_models > 1
 
     def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
         """Return a context within which a step function is called, maybe before Lightning's loop is at its batch."""
@@ -110,7 +105,7 @@ class RollingOrder(IterationOrder):
         self._end(iteration, 0)
         result, steps = loop.result(iteration), not loop.accumulates
         self._after(iteration, 0, steps)
-        goes_on = steps and self.in_turn  # False if the first iteration has found a reason not to roll
+        goes_on = steps and loop.configuration.rolls  # False if the first iteration has found a reason not to roll
         if not goes_on:
             for n in range(1, len(iteration.micro_batches)):
                 self._end(iteration, n)
@@ -331,7 +326,7 @@ class RollingOrder(IterationOrder):
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
         """Sum the gradients of model n over copies and replicas, call the hooks after the backward, and check them."""
         assert iteration.loss is not None
-        if self.loop.models.decide_to_sum(steps, self.in_turn):
+        if self.loop.models.decide_to_sum(steps):
             sums = self.loop.deployment.parallel.begin_sum(n, replicas=True)
             self.run_until(sums.is_over)
             sums.finish()
