@@ -241,12 +241,9 @@ class IterationOrder:
     def drain(self) -> None:
         """Drain the pipelines: models, buffers and channels are then as after the last batch. Every process calls it.
 
-        What has run early of the next iteration is discarded, and runs again.
+        What has run early of the next iteration is discarded, and runs again. If the run has failed, other processes
+        may be elsewhere, and the channels are not used.
         """
 
-    def put_back(self, together: bool = True) -> None:
-        """Put back the batches that were read ahead, because the epoch ends or the batches of an iteration change.
-
-        Args:
-            together: whether every process calls it; otherwise it must not use the channels.
-        """
+    def put_back(self) -> None:
+        """Drain, and put back the batches that were read ahead: the epoch ends, or an iteration's batches change."""

@@ -125,7 +125,7 @@ class PipelineRun:
         self._adapt(fitting)
         self._undo.callback(give_back, context, deployment)
         self._undo.callback(lambda: None if context.connection.failed else loop.send_all_changes())
-        self._undo.callback(lambda: loop.order.put_back(together=not context.connection.failed))
+        self._undo.callback(loop.order.put_back)
 
     def _subject(self) -> Subject:
         return Subject(

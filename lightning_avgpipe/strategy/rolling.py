@@ -168,12 +168,12 @@ class RollingOrder(IterationOrder):
         if self.loop.deployment.parallel.ensemble is not None:
             self._ensemble.settle()
 
-    def put_back(self, together: bool = True) -> None:
+    def put_back(self) -> None:
         """Put back the batches that were read ahead; see :meth:`IterationOrder.put_back`."""
         for iteration in self.overlap.coming:
-            self._undo(iteration, together)
+            self._undo(iteration)
         self.overlap.return_batches()
-        if together and self.loop.deployment.parallel.ensemble is not None:
+        if not self.loop.context.connection.failed and self.loop.deployment.parallel.ensemble is not None:
             self._ensemble.averager.reset()
 
     def stop_if_refused(self) -> bool:
@@ -382,15 +382,10 @@ class RollingOrder(IterationOrder):
             for optimizer in self.loop.trainer.optimizers:
                 optimizer.zero_grad()
 
-    def _undo(self, iteration: Iteration, together: bool = True) -> None:
-        """Discard what has run of an early iteration, which no optimizer has used yet, and restore buffers.
-
-        Args:
-            iteration: the iteration, which will run again.
-            together: whether every process calls it; otherwise the channels are not used any more.
-        """
+    def _undo(self, iteration: Iteration) -> None:
+        """Discard what has run of an early iteration, which no optimizer has used yet, and restore buffers."""
         begun, iteration.begun = sorted(iteration.begun), set()
-        if together and self.loop.cluster.group.world_size > 1:
+        if not self.loop.context.connection.failed and self.loop.cluster.group.world_size > 1:
             with torch.enable_grad():
                 for n in begun:  # run to the end, so that no message stays in a channel
                     self._engine.finish([n])

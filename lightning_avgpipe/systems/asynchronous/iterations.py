@@ -89,20 +89,13 @@ class AsynchronousOrder(IterationOrder):
 
         Forwards of later batches that have run are discarded, and run again.
         """
-        self._drain(together=True)
-
-    def _drain(self, together: bool) -> None:
         stream, self._stream, self._ends = self._stream, None, False
         if stream is not None:
-            stream.end(together)
+            stream.end(together=not self.loop.context.connection.failed)
 
-    def put_back(self, together: bool = True) -> None:
-        """Put back the batches that were read ahead, since the epoch ends or batches change.
-
-        Args:
-            together: whether every process calls it; if not, the channels are not used again.
-        """
-        self._drain(together)
+    def put_back(self) -> None:
+        """Put back the batches that were read ahead, since the epoch ends or batches change."""
+        self.drain()
         self.overlap.return_batches()
 
     def _run_in_turn(self, current: Iteration) -> Any:
