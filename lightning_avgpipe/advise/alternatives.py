@@ -14,7 +14,7 @@ from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.search import samples_at
 
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
-_ADVANCES = (1, 2, 3)
+_SETTINGS = (("1f1b", 0), ("advance_forward", 1), ("advance_forward", 2), ("advance_forward", 3))  # and their advance
 _MODELS = (2, 4)
 _ITERATIONS = 8  # iterations that are simulated if models roll
 
@@ -66,41 +66,18 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
     heaviest = max(sum(units.parameter_bytes[a:b]) for a, b in bounds)
     reduce_s = all_reduce_s(heaviest, copies, rate)
     options = f"num_stages={stages}" + (f", replicas={copies}" if copies > 1 else "")
-    settings = [("1f1b", 0), *(("advance_forward", h) for h in _ADVANCES)]
-    for models in (1, *_MODELS):
-        timed = []
-        for name, h in settings:
-            schedule = build(name, stages, num_microbatches, h)
-            seconds = simulate([schedule] * models, costs).iteration_s / models + reduce_s
-            timed.append((seconds, _schedule(name, h)))
-        if models == 1:
-            yield Alternative(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
-        seconds, schedule_of = min(timed)
-        if models > 1 or seconds < timed[0][0]:
-            several = f", num_pipelines={models}" if models > 1 else ""
-            yield Alternative(
-                seconds * samples_at(None, models), f"AvgPipeStrategy({options}{several}, schedule={schedule_of})"
-            )
-        if models > 1 and copies == 1 and num_microbatches % models == 0:
-            ways = [_dividing(models, num_microbatches // models, costs, *setting) for setting in settings]
-            yield min(ways, key=lambda way: way.batch_s)
-
-
-def _dividing(models: int, num_microbatches: int, costs: StageCosts, name: str, h: int) -> Alternative:
-    """Return the alternative in which parallel models roll and divide each batch, with ``num_microbatches`` each."""
-    stages = costs.num_stages
-    timeline = simulate([build(name, stages, num_microbatches, h)] * models, costs, iterations=_ITERATIONS)
-    averaging = "Averaging(rolling=True, split_batches=True)"
-    return Alternative(
-        timeline.steady_s * samples_at(None, models, rolling=True, split=True),
-        f"AvgPipeStrategy(num_stages={stages}, num_pipelines={models}, averaging={averaging}, "
-        f"num_microbatches={num_microbatches}, schedule={_schedule(name, h)})",
-    )
-
-
-def _schedule(name: str, h: int) -> str:
-    """Return the values of ``schedule`` and ``advance``, as code."""
-    return f'"{name}"' + (f", advance={h}" if h else "")
+    for models, (name, h) in itertools.product((1, *_MODELS), _SETTINGS):
+        chosen = f'schedule="{name}"' + (f", advance={h}" if h else "")
+        several = f", num_pipelines={models}" if models > 1 else ""
+        timeline = simulate([build(name, stages, num_microbatches, h)] * models, costs)
+        seconds = (timeline.iteration_s / models + reduce_s) * samples_at(None, models)
+        yield Alternative(seconds, f"AvgPipeStrategy({options}{several}, {chosen})")
+        part = num_microbatches // models
+        if models > 1 and copies == 1 and num_microbatches % models == 0:  # they may also divide each batch, and roll
+            timeline = simulate([build(name, stages, part, h)] * models, costs, iterations=_ITERATIONS)
+            seconds = timeline.steady_s * samples_at(None, models, rolling=True, split=True)
+            how = f"averaging=Averaging(rolling=True, split_batches=True), num_microbatches={part}"
+            yield Alternative(seconds, f"AvgPipeStrategy({options}{several}, {how}, {chosen})")
 
 
 def _even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:
@@ -126,11 +103,11 @@ def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], mega
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:
-            found = alternatives(units, num_microbatches, count, rate)
-            ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
-            kinds = dict.fromkeys((_kind(way) for way in found), True)  # ordered, the fastest first
-            for kind in kinds:
-                way = next(way for way in found if _kind(way) == kind)
+            best: dict[str, Alternative] = {}  # of each kind, the fastest first
+            for way in alternatives(units, num_microbatches, count, rate):
+                best.setdefault(_kind(way), way)
+            ddp_s = best["ddp"].batch_s
+            for way in best.values():
                 lines.append(
                     f"{count:7d} {rate:8g}  {way.batch_s * 1e3:6.1f} ms {ddp_s / way.batch_s:7.2f}x  {way.strategy}"
                 )
