@@ -17,7 +17,6 @@ import contextlib
 import gc
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -51,7 +50,7 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_warn,
 )
-from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
@@ -341,37 +340,31 @@ def why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: bo
     return None
 
 
-def refusing_bad_checkpoints(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> AbstractContextManager[None]:
-    """Return a context, for a whole run, in which the trainer saves no checkpoint while ``why_not`` gives a reason."""
+def refusing_bad_checkpoints(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
+    """Yield replacements, for a whole run, with which no checkpoint is saved while ``why_not`` gives a reason.
+
+    Callbacks do not save after an exception either: otherwise a callback would replace its last checkpoint, although
+    the trainer saves no new one.
+    """
     save = trainer.save_checkpoint
 
-    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def is_refused(what: str = "") -> bool:
         why = why_not()
-        if why is None:
+        if why is not None:
+            rank_zero_warn(f"No checkpoint is saved{what}{why}")
+        return why is not None
+
+    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_refused(f" to {filepath}"):
             save(filepath, *args, **kwargs)
-        else:
-            rank_zero_warn(f"No checkpoint is saved to {filepath}{why}")
 
-    return replaced(trainer, "save_checkpoint", save_checkpoint)
+    def unless_refused(saves: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
+        return lambda trainer: saves(trainer) and not is_refused()
 
-
-def keeping_last_checkpoint(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
-    """Yield replacements with which callbacks do not save after an exception while ``why_not`` gives a reason.
-
-    Otherwise a callback would replace its last checkpoint, although the trainer saves no new one.
-    """
+    yield trainer, "save_checkpoint", save_checkpoint
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_should_save_on_exception"):
-            yield callback, "_should_save_on_exception", partial(_saves, callback._should_save_on_exception, why_not)
-
-
-def _saves(own: Callable[[pl.Trainer], bool], why_not: Callable[[], str | None], trainer: pl.Trainer) -> bool:
-    if not own(trainer):
-        return False
-    why = why_not()
-    if why is not None:
-        rank_zero_warn(f"No checkpoint is saved{why}")
-    return why is None
+            yield callback, "_should_save_on_exception", unless_refused(callback._should_save_on_exception)
 
 
 # -- data-parallel peers -----------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from lightning_avgpipe.strategy.connection import (
     Peers,
     ending_together,
     handling_signals_together,
-    keeping_last_checkpoint,
     refusing_bad_checkpoints,
     why_no_checkpoint,
 )
@@ -517,8 +516,6 @@ class AvgPipeStrategy(ParallelStrategy):
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
-        if not self.passthrough and model._trainer is not None:  # without a trainer, the module will only be saved
-            self._undo.enter_context(refusing_bad_checkpoints(model.trainer, self._why_no_checkpoint))
 
     def _why_no_checkpoint(self) -> str | None:
         assert self.lightning_module is not None
@@ -529,10 +526,9 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
-        if not self.passthrough:
-            # by now all callbacks are known
-            callbacks = keeping_last_checkpoint(self.lightning_module.trainer, self._why_no_checkpoint)
-            self._undo.enter_context(all_replaced(callbacks))
+        if not self.passthrough:  # by now all callbacks are known
+            refusing = refusing_bad_checkpoints(self.lightning_module.trainer, self._why_no_checkpoint)
+            self._undo.enter_context(all_replaced(refusing))
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as in ddp; also with one process, so that its random numbers are those of several
