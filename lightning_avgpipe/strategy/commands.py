@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe.advise.alternatives import advice
-from lightning_avgpipe.advise.memory import SCHEDULE, memory_table
+from lightning_avgpipe.advise.predictions import MEMORY_SCHEDULE, advice, memory_table
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
@@ -135,7 +134,7 @@ class Advisor(Callback):
             samples: number of samples of a micro-batch.
             models: N, number of parallel models.
         """
-        schedules = [build(SCHEDULE, stages, num_microbatches) for stages in self._devices]
+        schedules = [build(MEMORY_SCHEDULE, stages, num_microbatches) for stages in self._devices]
         plans = deployment.sketches(examples, schedules, models)
         if plans:
             self.done = True

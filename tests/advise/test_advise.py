@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.__main__ import COMMANDS, main
-from lightning_avgpipe.advise.alternatives import advice, alternatives
+from lightning_avgpipe.advise.predictions import advice, alternatives
 from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.planning.memory import nbytes
 from tests.commands import LIMIT_S, started
@@ -44,7 +44,7 @@ def test_on_a_slow_link_with_heavy_weights_ddp_is_last_and_parallel_models_pay_f
     found = alternatives(units(10_000, 50e6), 8, 4, 100)
     assert found[-1].strategy == '"ddp"'
     with_factor = seconds(found, "num_pipelines=2, schedule")
-    monkeypatch.setattr("lightning_avgpipe.advise.alternatives.samples_at", lambda factor, models, **how: 1.0)
+    monkeypatch.setattr("lightning_avgpipe.advise.predictions.samples_at", lambda factor, models, **how: 1.0)
     without = seconds(alternatives(units(10_000, 50e6), 8, 4, 100), "num_pipelines=2, schedule")
     assert with_factor == pytest.approx(1.2 * without)
 

@@ -1,4 +1,4 @@
-"""Predictions of the time of a batch with ddp, one pipeline and parallel models, from the costs of units."""
+"""Predictions of the time of a batch with ddp, one pipeline and parallel models, and of the memory of stages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costs import UnitCosts, all_reduce_s
+from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.ranges import evenest, least_bottleneck
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.search import samples_at
+from lightning_avgpipe.utils.names import table
+
+MEMORY_SCHEDULE = "1f1b"
+"""The schedule for which memory is predicted. Advance forward propagation needs as much, plus what an advance adds."""
 
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _SETTINGS = (("1f1b", 0), ("advance_forward", 1), ("advance_forward", 2), ("advance_forward", 3))  # and their advance
@@ -121,3 +127,29 @@ def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], mega
 
 def _kind(way: Alternative) -> str:
     return "ddp" if way.strategy == '"ddp"' else "models" if "num_pipelines" in way.strategy else "pipeline"
+
+
+def memory_table(plans: Sequence[Plan], num_microbatches: int, samples: int, models: int) -> str:
+    """Return a table with the memory of each stage.
+
+    Args:
+        plans: plans for several numbers of stages, one on each device.
+        num_microbatches: M, number of micro-batches of a batch.
+        samples: number of samples of a micro-batch.
+        models: N, number of parallel models.
+    """
+    rows = [("devices", "stage", "units", "weights, gradients, states", "activations", "together")]
+    for plan in plans:
+        for stage in plan.stages:
+            need = stage.memory
+            rows.append((
+                str(plan.num_stages) if not stage.index else "", str(stage.index), stage.span, nbytes(need.persistent),
+                nbytes(need.stash + need.boundary), nbytes(need.total),
+            ))  # fmt: skip
+    several = f" of each of {models} models" if models > 1 else ""
+    size = f"{samples} sample" + "s" * (samples > 1)
+    return "\n".join((
+        f"memory of each device, for {num_microbatches} micro-batches of {size}{several} (1F1B):",
+        *table(rows),
+        "A device also needs what one operation or one recomputed layer takes for a moment, and what its driver takes.",
+    ))  # fmt: skip
