@@ -262,7 +262,8 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
-    new, previous = (_hidden_path(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
+    # hidden, so that no reader takes them for checkpoints
+    new, previous = (target.with_name(f".{target.name}.{host}-{process}.{what}") for what in ("saving", "previous"))
     for left in target.parent.glob(".*.saving"):
         if left == new or _is_abandoned(left, host):
             _remove(left)
@@ -321,11 +322,6 @@ def _present(path: Any) -> Path | None:
 def _moved_away(target: Path) -> list[Path]:
     """Return the paths to which processes have moved the target, and that still exist."""
     return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.previous"))
-
-
-def _hidden_path(target: Path, what: str) -> Path:
-    """Return a hidden path in the target's folder, so that no reader takes it for a checkpoint."""
-    return target.with_name(f".{target.name}.{what}")
 
 
 def _remove(path: Path) -> None:

@@ -55,13 +55,11 @@ def options(given: Options) -> None:
         _compiled(given)
     if given.averaging.rolling is True:
         _without_barrier(given)
-    if given.averaging.delay:
-        skips = given.averaging.on_nonfinite == "skip", "a model starts again while an update of it is under way"
-        instead = "use on_nonfinite='raise', or delay=0"
-        refuse(
-            given, {"averaging.on_nonfinite": skips},
-            lambda option, why: f"Averaging(delay={given.averaging.delay}) with {option}: {why}; {instead}",
-        )  # fmt: skip
+    if given.averaging.delay and given.averaging.on_nonfinite == "skip":
+        raise ConfigurationError(
+            f"Averaging(delay={given.averaging.delay}) with Averaging(on_nonfinite='skip'): a model starts again while "
+            "an update of it is under way; use on_nonfinite='raise', or delay=0"
+        )
     if given.averaging.split_batches and given.loss_reduction == "sum":
         raise ConfigurationError(
             "Averaging(split_batches=True) with loss_reduction='sum': each model would have a part of the sum only; "

@@ -316,18 +316,11 @@ class _ReportsExceptionFirst(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
-    """Return why no checkpoint can be saved after a failure or an interruption; None if one can.
+def _why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: bool) -> str | None:
+    """Return the end of a sentence that begins with "No checkpoint is saved"; None if one can be saved.
 
     A callback that saves in ``on_exception`` could replace a good checkpoint with a bad one: before training has begun
     the module may not have the weights that the run resumes from, and after a failure no process has the whole model.
-
-    Args:
-        trainer: trainer of the run.
-        connection: connection of the processes.
-        has_begun: whether training has begun in this run.
-    Returns:
-        The end of a sentence that begins with "No checkpoint is saved".
     """
     if connection.failed:
         return (
@@ -340,16 +333,23 @@ def why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: bo
     return None
 
 
-def refusing_bad_checkpoints(trainer: pl.Trainer, why_not: Callable[[], str | None]) -> Iterator[Replacement]:
-    """Yield replacements, for a whole run, with which no checkpoint is saved while ``why_not`` gives a reason.
+def refusing_bad_checkpoints(
+    trainer: pl.Trainer, connection: Connection, has_begun: Callable[[], bool]
+) -> Iterator[Replacement]:
+    """Yield replacements, for a whole run, with which no bad checkpoint is saved after a failure or an interruption.
 
     Callbacks do not save after an exception either: otherwise a callback would replace its last checkpoint, although
     the trainer saves no new one.
+
+    Args:
+        trainer: trainer of the run.
+        connection: connection of the processes.
+        has_begun: returns whether training has begun in this run.
     """
     save = trainer.save_checkpoint
 
     def is_refused(what: str = "") -> bool:
-        why = why_not()
+        why = _why_no_checkpoint(trainer, connection, has_begun())
         if why is not None:
             rank_zero_warn(f"No checkpoint is saved{what}{why}")
         return why is not None

@@ -18,6 +18,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.hooks import callbacks_reading_metrics, has_any, reads_metrics, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, observed_call
@@ -51,8 +52,8 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
     looks: list[Replacement] = [(module, "print", observed_call(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):
         looks.append((module, "log_dict", observed_call(module.log_dict)))
-    where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.lacks_results}
-    metrics = local_metrics(metrics_of(module), values, leaders, lambda: bool(trainer.training), **where)
+    training, in_step, elsewhere = lambda: bool(trainer.training), step_log.in_step, step_log.lacks_results
+    metrics = local_metrics(metrics_of(module), values, leaders, training, in_step, elsewhere)
     with intercepting(), all_replaced([(module, "log", step_log.__call__), *looks]), all_replaced(metrics):
         yield
 
@@ -186,33 +187,24 @@ def without_inference_mode(trainer: pl.Trainer) -> Iterator[Replacement]:
 
 
 @contextlib.contextmanager
-def adapting_to_processes(
-    trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, sends_when_read: bool
-) -> Iterator[None]:
-    """Within this context all ranks have the metrics of rank 0, and callbacks that need results run on rank 0 only.
-
-    Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        deployment: deployment of the module on processes.
-        sends_when_read: whether batches are sent when they are read; otherwise they are sent after the user's transfer
-            hooks.
-    """
-    module, ends = trainer.lightning_module, [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
+def adapting_to_processes(context: RunContext, deployment: Deployment) -> Iterator[None]:
+    """Within this context all ranks have the metrics of rank 0, and callbacks that need results run on rank 0 only."""
+    trainer, module, cluster = context.trainer, context.module, context.cluster
+    ends = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
     # hooks of callbacks only, since rank 0 alone runs those of the module
     callbacks_read_metrics = any(owner is not module for owner, _ in users_hooks(trainer, ends))
     connector = SyncedLoggerConnector(trainer._logger_connector, cluster, callbacks_read_metrics)
     trainer._logger_connector = connector
     try:
-        share = _share_of_process(trainer, cluster, sends_when_read)
-        with all_replaced([*share, *_averaging_parts(trainer, deployment)]):
+        with all_replaced([*_share_of_process(context), *_averaging_parts(trainer, deployment)]):
             yield
     finally:
         trainer._logger_connector = connector.detach()
 
 
-def _share_of_process(trainer: pl.Trainer, cluster: Cluster, sends_when_read: bool) -> Iterator[Replacement]:
+def _share_of_process(context: RunContext) -> Iterator[Replacement]:
     """Yield replacements with which this process does only its share of what Lightning would do on every process."""
+    trainer, cluster = context.trainer, context.cluster
     yield BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)
     # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
     yield result, "_distributed_is_initialized", lambda: False
@@ -224,7 +216,7 @@ def _share_of_process(trainer: pl.Trainer, cluster: Cluster, sends_when_read: bo
                 yield writer, "write_on_epoch_end", noop
     if not cluster.reads:
         yield trainer.lightning_module, "_on_before_batch_transfer", _pass_on
-        if not sends_when_read:  # batches arrive converted
+        if not context.distributor.sends_when_read:  # batches arrive converted, after the user's transfer hooks
             yield trainer.precision_plugin, "convert_input", _pass_on
 
 
@@ -234,25 +226,16 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
     return [parameter for parameter in params if id(parameter) not in known]
 
 
-def gathering_weights_at_end(
-    trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
-) -> Iterator[Replacement]:
-    """Yield a replacement that gives each process all weights during the hooks ``on_train_end``, as with ddp.
-
-    Args:
-        trainer: trainer that trains.
-        cluster: processes that divide the weights.
-        deployment: the divided models.
-        drain: drains the pipeline; it is called before weights are read.
-    """
+def gathering_weights_at_end(context: RunContext, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield a replacement that gives each process all weights during the hooks ``on_train_end``, as with ddp."""
+    trainer, module, cluster = context.trainer, context.module, context.cluster
     ends = trainer.fit_loop.on_run_end
 
     def on_run_end() -> None:
         if not cluster.group.count(has_any(trainer, ["on_train_end"])):
             ends()
             return
-        drain()
-        module = trainer.lightning_module
+        context.state.drain()
         with deployment.shared() as device:
             set_device(module, device)
             ends()

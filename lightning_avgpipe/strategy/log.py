@@ -136,14 +136,12 @@ class StepLog:
         with replaced(results, "log", reduce), replaced(strategy, "is_distributed", True):
             self._log(*args, **kwargs)
 
-    @property
     def in_step(self) -> bool:
-        """Whether a step now runs on a micro-batch (and not a hook)."""
+        """Return whether a step now runs on a micro-batch (and not a hook)."""
         return self._now is not None
 
-    @property
     def lacks_results(self) -> bool:
-        """Whether a step now runs in a process that does not have its results."""
+        """Return whether a step now runs in a process that does not have its results."""
         return self._now is not None and self._leaders is None and self._replicas() is None
 
     @contextlib.contextmanager

@@ -165,13 +165,12 @@ class PipelineRun:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.optimizers_stepping_with))
         if not several:
             return
-        enter(changes.adapting_to_processes(trainer, cluster, deployment, self.context.distributor.sends_when_read))
+        enter(changes.adapting_to_processes(self.context, deployment))
         if cluster.group.world_size > 1:
-            enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
+            enter(all_replaced(hooks_with_results(self.context, deployment)))
             enter(all_replaced(changes.clipping(trainer, self.models.norms)))
             if fitting:
-                drain = self.context.state.drain
-                enter(all_replaced(changes.gathering_weights_at_end(trainer, cluster, deployment, drain)))
+                enter(all_replaced(changes.gathering_weights_at_end(self.context, deployment)))
         enter(all_replaced(changes.syncing_metrics(trainer, self._sync_metrics)))
 
     def _sync_metrics(self) -> None:

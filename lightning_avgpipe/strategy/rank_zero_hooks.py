@@ -22,7 +22,7 @@ from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS
 from lightning_avgpipe.state.outside import outside_variables
 from lightning_avgpipe.state.snapshot import Snapshot, keys_leading_to
 from lightning_avgpipe.state.writes import Writes
-from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.hooks import WITH_RESULTS
 from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.strategy.state_of_stages import LARGEST, AttributePacker, Gone
@@ -37,14 +37,14 @@ _MISSING = object()
 _OPTIMIZER = "optimizer"
 
 
-def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
+def hooks_with_results(context: RunContext, deployment: Deployment) -> Iterator[Replacement]:
     """Yield replacements for the user's hooks that need results of steps or all weights.
 
     Rank 0 of a group runs such a hook, and the other ranks apply its changes.
     """
-    module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
+    module, hooks = context.module, _Hooks(context, deployment)
     # rank 0 has all weights of a checkpoint and writes it, unless each process writes its own part
-    in_shards = trainer.strategy.save_distributed_checkpoint  # type: ignore[attr-defined]
+    in_shards = context.configuration.options.save_distributed_checkpoint
     for name in WITH_RESULTS if in_shards else (*WITH_RESULTS, "on_save_checkpoint"):
         if name in vars(module) or is_overridden(name, module):
             yield module, name, hooks.around(name, getattr(module, name))
@@ -53,11 +53,10 @@ def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: 
 class _Hooks:
     """Runs hooks on rank 0, and applies their changes on the other ranks."""
 
-    def __init__(self, trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> None:
-        assert connection.cluster is not None
-        self._trainer, self._connection, self._deployment = trainer, connection, deployment
-        self._cluster = connection.cluster
-        self._module = module = trainer.lightning_module
+    def __init__(self, context: RunContext, deployment: Deployment) -> None:
+        self._trainer, self._connection, self._cluster = context.trainer, context.connection, context.cluster
+        self._deployment = deployment
+        self._module = module = context.module
         # metric objects are left out: their states stay on rank 0
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}

@@ -25,28 +25,11 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state import outside
-from lightning_avgpipe.strategy import checks, combinations, commands, hooks, launch
+from lightning_avgpipe.strategy import checkpoint_files, checks, combinations, commands, connection, data, hooks, launch
 from lightning_avgpipe.strategy.batches import bundling
-from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
-from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.connection import (
-    Connection,
-    Peers,
-    ending_together,
-    handling_signals_together,
-    refusing_bad_checkpoints,
-    why_no_checkpoint,
-)
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.strategy.data import (
-    Distributor,
-    check_equal_lengths,
-    check_sampler,
-    sampling_over_groups,
-    shared_dataloader,
-)
 from lightning_avgpipe.strategy.options import (
     ALLOWED,
     FURTHER,
@@ -223,7 +206,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     strategy_name = "avgpipe"
     is_distributed = False  # read by Lightning, whose samplers and logs must not be distributed over all processes
-    _distributor: Distributor  # of the current run
+    _distributor: data.Distributor  # of the current run
     _parallel_devices: list[torch.device] | None = None
 
     def __init__(
@@ -271,8 +254,8 @@ class AvgPipeStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.tuner: Callable[[Any], bool] | None = None
         self._configuration = Configuration(options)
-        self._connection = Connection(links.backend)
-        self._peers: Peers | None = None  # the data-parallel peers of this process, once it is connected
+        self._connection = connection.Connection(links.backend)
+        self._peers: connection.Peers | None = None  # the data-parallel peers of this process, once it is connected
         self._run: Run | None = None  # the current or last run; None after connect()
         self._checkpoints: CheckpointState | None = None  # what checkpoints save and load; None before connect()
         self._begun = False
@@ -478,11 +461,6 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.device_layout.replicas
 
     @property
-    def save_distributed_checkpoint(self) -> bool:
-        """Whether each process writes its own part of a checkpoint."""
-        return self.options.save_distributed_checkpoint
-
-    @property
     def facts(self) -> Facts:
         """The facts about this run that decide which options have an effect."""
         tuned = self.tuner is not None
@@ -517,27 +495,25 @@ class AvgPipeStrategy(ParallelStrategy):
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
 
-    def _why_no_checkpoint(self) -> str | None:
-        assert self.lightning_module is not None
-        return why_no_checkpoint(self.lightning_module.trainer, self._connection, self._begun)
-
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         assert self.lightning_module is not None
-        commands.begin_script(self.lightning_module.trainer)
-        self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
+        trainer = self.lightning_module.trainer
+        commands.begin_script(trainer)
+        in_shards = self.options.save_distributed_checkpoint
+        self.checkpoint_io: CheckpointIO = checkpoint_files.choose_files(self._checkpoint_io, in_shards)
         if not self.passthrough:  # by now all callbacks are known
-            refusing = refusing_bad_checkpoints(self.lightning_module.trainer, self._why_no_checkpoint)
+            refusing = connection.refusing_bad_checkpoints(trainer, self._connection, lambda: self._begun)
             self._undo.enter_context(all_replaced(refusing))
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as in ddp; also with one process, so that its random numbers are those of several
         self.set_world_ranks()
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        fits = trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1 or (fits and not self.passthrough):
-            self._undo.enter_context(handling_signals_together(self.lightning_module.trainer, self._connection))
+            self._undo.enter_context(connection.handling_signals_together(trainer, self._connection))
         if self.world_size > 1:
-            self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
+            self._undo.enter_context(connection.ending_together(trainer, self._connection))
         self._connect()
 
     def _connect(self) -> None:
@@ -546,8 +522,8 @@ class AvgPipeStrategy(ParallelStrategy):
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
-        self._peers = Peers(trainer, cluster)
-        self._distributor = Distributor(trainer, cluster)
+        self._peers = connection.Peers(trainer, cluster)
+        self._distributor = data.Distributor(trainer, cluster)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
 
@@ -560,7 +536,7 @@ class AvgPipeStrategy(ParallelStrategy):
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "batches_per_step"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
-        self._undo.enter_context(sampling_over_groups(trainer, self.num_groups))
+        self._undo.enter_context(data.sampling_over_groups(trainer, self.num_groups))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare a run of the trainer; the plan is made with the first batch."""
@@ -676,9 +652,9 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         readers = self.num_groups if trainer.training else 1
-        check_sampler(dataloader, readers, self.cluster.world.world_size)
-        mirrored = shared_dataloader(dataloader, trainer, self.cluster, partial(getattr, self, "_distributor"))
-        check_equal_lengths(mirrored, self.cluster, self.num_pipelines)
+        data.check_sampler(dataloader, readers, self.cluster.world.world_size)
+        mirrored = data.shared_dataloader(dataloader, trainer, self.cluster, partial(getattr, self, "_distributor"))
+        data.check_equal_lengths(mirrored, self.cluster, self.num_pipelines)
         return mirrored
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -741,10 +717,10 @@ class AvgPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
         self._state.complete(checkpoint)
-        if not self.save_distributed_checkpoint:
+        if not self.options.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
+            checkpoint_files.save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
 
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
@@ -755,10 +731,10 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: a file, or a folder of shards."""
-        if is_sharded(checkpoint_path):
+        if checkpoint_files.is_sharded(checkpoint_path):
             assert self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-            return load_shards(checkpoint_path, optimizers=fitting, weights_only=weights_only)
+            return checkpoint_files.load_shards(checkpoint_path, optimizers=fitting, weights_only=weights_only)
         asked = {} if weights_only is None else {"weights_only": weights_only}
         return self.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
 
@@ -829,7 +805,7 @@ class AvgPipeStrategy(ParallelStrategy):
             PartitionError: a split point is not a submodule.
         """
         changes = {name: value for name, value in locals().items() if name != "self"}
-        check_changes(changes, self._configuration, self)
+        checks.check_changes(changes, self._configuration, self)
         self._configuration.request(changes)
         if self._configuration.in_iteration:
             return
