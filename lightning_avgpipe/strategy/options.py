@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
 import torch
 
@@ -76,106 +76,73 @@ MEMORY = Allowed(
 )
 
 _COUNT = whole(1, 1024, 2)
+_STAGE_REPLICAS = Allowed(
+    "a list with the number of replicas of each stage",
+    "[3, 1]",
+    lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(_COUNT.accepts, value)),
+)
+_BUILDER = Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable)
 _COMPILE = dict.fromkeys(
     name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")
 )
-
-ALLOWED = {
-    "num_stages": whole(1, 1024, 4, "auto"),
-    "num_microbatches": whole(1, 1_000_000, 16, "auto"),
-    "num_pipelines": whole(1, 1024, 2),
-    "replicas": either(
-        whole(1, 1024, 2, "auto"),
-        Allowed(
-            "a list with the number of replicas of each stage",
-            "[3, 1]",
-            lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(_COUNT.accepts, value)),
-        ),
-    ),
-    "schedule": either(
-        choice(*RECIPES, "auto"),
-        Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable),
-    ),
-    "advance": whole(0, 1_000_000, 1, "auto"),
-    "split_points": optional(names("names of submodules", "['layers.4']"), "balanced stages"),
-    "memory_limit": MEMORY,
-    "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
-    "compile": either(
-        flag(),
-        Allowed(
-            f"a dict of arguments of torch.compile ({', '.join(_COMPILE)})",
-            "{'dynamic': False}",
-            lambda value: isinstance(value, dict) and value.keys() <= _COMPILE.keys(),
-        ),
-    ),
-    "static_step": flag("auto"),
-    "weight_policy": reduce(
-        either, (instance(kind, example) for kind, example in OPTION_TYPES.items()), choice(*POLICIES)
-    ),
-    "averaging": instance(Averaging, "Averaging(rolling='auto')"),
-    "system": optional(instance(System, "Survival(groups=2)"), "none"),
-    "planner": choice(*SOURCES),
-    "costs": choice("measured", "flops"),
-    "costs_cache": optional(directory("auto"), "no cache"),
-    "links": instance(Links, "Links(reader='first')"),
-    "loss_reduction": choice("mean", "sum"),
-    "loss_weight": optional(
-        Allowed(
-            "a function of a micro-batch that returns a number, or the name of a tensor of the batch whose entries "
-            "other than -100 count",
-            "'labels'",
-            lambda value: callable(value) or (isinstance(value, str) and bool(value)),
-        ),
-        "numbers of samples",
-    ),
-    "split_batch": optional(
-        Allowed("a function (batch, num_microbatches) -> list of micro-batches", "my_split", callable), "tensors"
-    ),
-    "shard": optional(choice("optimizer"), "none"),
-    "verify": either(flag("auto"), whole(1, 1000, 3)),
-    "save_distributed_checkpoint": flag(),
-    "start_method": choice("popen", "spawn", "fork"),
-    "timeout": DURATION,
-}
+_COMPILER = Allowed(
+    f"a dict of arguments of torch.compile ({', '.join(_COMPILE)})",
+    "{'dynamic': False}",
+    lambda value: isinstance(value, dict) and value.keys() <= _COMPILE.keys(),
+)
+_POLICY = reduce(either, (instance(kind, example) for kind, example in OPTION_TYPES.items()), choice(*POLICIES))
+_WEIGHT = Allowed(
+    "a function of a micro-batch that returns a number, or the name of a tensor of the batch whose entries other than "
+    "-100 count",
+    "'labels'",
+    lambda value: callable(value) or (isinstance(value, str) and bool(value)),
+)
+_SPLIT = Allowed("a function (batch, num_microbatches) -> list of micro-batches", "my_split", callable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that a strategy was given; see ``AvgPipeStrategy`` for their meaning and defaults.
 
+    Each has a type, and its allowed values, which are checked.
+
     Raises:
         ConfigurationError: an option has an invalid value, or options exclude each other.
     """
 
-    num_stages: int | Literal["auto"]
-    num_microbatches: int | Literal["auto"]
-    num_pipelines: int
-    replicas: int | Sequence[int] | Literal["auto"]
-    schedule: str | Builder
-    advance: int | Literal["auto"]
-    split_points: Sequence[str] | None
-    memory_limit: MemoryLimit
-    recompute: bool | Sequence[str]
-    compile: bool | Mapping[str, Any]
-    static_step: bool | Literal["auto"]
-    weight_policy: str | Any
-    averaging: Averaging
-    system: System | None
-    planner: str
-    costs: Literal["measured", "flops"]
-    costs_cache: str | Path | None
-    links: Links
-    loss_reduction: str
-    loss_weight: LossWeight | None
-    split_batch: SplitBatch | None
-    shard: Literal["optimizer"] | None
-    verify: bool | int | Literal["auto"]
-    save_distributed_checkpoint: bool
-    start_method: str
-    timeout: timedelta
+    num_stages: Annotated[int | Literal["auto"], whole(1, 1024, 4, "auto")]
+    num_microbatches: Annotated[int | Literal["auto"], whole(1, 1_000_000, 16, "auto")]
+    num_pipelines: Annotated[int, whole(1, 1024, 2)]
+    replicas: Annotated[int | Sequence[int] | Literal["auto"], either(whole(1, 1024, 2, "auto"), _STAGE_REPLICAS)]
+    schedule: Annotated[str | Builder, either(choice(*RECIPES, "auto"), _BUILDER)]
+    advance: Annotated[int | Literal["auto"], whole(0, 1_000_000, 1, "auto")]
+    split_points: Annotated[
+        Sequence[str] | None, optional(names("names of submodules", "['layers.4']"), "balanced stages")
+    ]
+    memory_limit: Annotated[MemoryLimit, MEMORY]
+    recompute: Annotated[
+        bool | Sequence[str], either(flag(), names("names of submodules, or patterns of such", "['blocks.*']"))
+    ]
+    compile: Annotated[bool | Mapping[str, Any], either(flag(), _COMPILER)]
+    static_step: Annotated[bool | Literal["auto"], flag("auto")]
+    weight_policy: Annotated[str | Any, _POLICY]
+    averaging: Annotated[Averaging, instance(Averaging, "Averaging(rolling='auto')")]
+    system: Annotated[System | None, optional(instance(System, "Survival(groups=2)"), "none")]
+    planner: Annotated[str, choice(*SOURCES)]
+    costs: Annotated[Literal["measured", "flops"], choice("measured", "flops")]
+    costs_cache: Annotated[str | Path | None, optional(directory("auto"), "no cache")]
+    links: Annotated[Links, instance(Links, "Links(reader='first')")]
+    loss_reduction: Annotated[str, choice("mean", "sum")]
+    loss_weight: Annotated[LossWeight | None, optional(_WEIGHT, "numbers of samples")]
+    split_batch: Annotated[SplitBatch | None, optional(_SPLIT, "tensors")]
+    shard: Annotated[Literal["optimizer"] | None, optional(choice("optimizer"), "none")]
+    verify: Annotated[bool | int | Literal["auto"], either(flag("auto"), whole(1, 1000, 3))]
+    save_distributed_checkpoint: Annotated[bool, flag()]
+    start_method: Annotated[str, choice("popen", "spawn", "fork")]
+    timeout: Annotated[timedelta, DURATION]
 
     def __post_init__(self) -> None:
-        check(ALLOWED, {field.name: getattr(self, field.name) for field in fields(self)})
+        check(ALLOWED, vars(self))
         combinations.options(self)
 
     @property
@@ -211,12 +178,8 @@ class Options:
     @property
     def schedule_request(self) -> ScheduleRequest:
         """The requested schedule; a weight policy that does not drain the pipeline always uses 1F1B."""
-        splits = not self.recompute
-        return (
-            ScheduleRequest(self.schedule, self.advance, splits)
-            if self.policy.drains
-            else ScheduleRequest("1f1b", 0, splits)
-        )
+        schedule, advance = (self.schedule, self.advance) if self.policy.drains else ("1f1b", 0)
+        return ScheduleRequest(schedule, advance, not self.recompute)
 
     @property
     def overlap(self) -> tuple[str, str]:
@@ -279,6 +242,11 @@ class Options:
             return self.num_microbatches
         together = max(num_stages, max(self.stage_replicas, default=1))
         return _MICROBATCHES_PER_STAGE * together if together > 1 else 1
+
+
+ALLOWED: dict[str, Allowed] = {
+    name: option.__metadata__[0] for name, option in get_type_hints(Options, include_extras=True).items()
+}
 
 
 # -- while training runs -----------------------------------------------------------------------------------------------
