@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ VALUES = frozenset(
 _SIZED = frozenset(
     ("argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "unique", "unique_consecutive")
 )
+_FREE = ("glue", "question")  # kinds of instructions that are no nodes, and compute with the batch
 SHARED_TYPES = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-batch
 
 
@@ -229,7 +231,7 @@ class FlatProgram:
     @property
     def answers(self) -> tuple[Any, ...]:
         """The answers about the batch, and the shapes computed from it, for which the program was written."""
-        return tuple(one.answer for one in self.instructions if one.kind in ("glue", "question"))
+        return tuple(one.answer for one in self.instructions if one.kind in _FREE)
 
     def lean(self) -> FlatProgram:
         """Return the program without instructions that only make tensors for other stages (``torch.arange``)."""
@@ -558,46 +560,37 @@ class ProgramWriter:
         # skipped calls matter only for the random streams of modules that are called here as well
         called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
-        # instructions on the batch come first, so that other answers are found before any side effect
-        if any(one.kind in ("glue", "question") for one in instructions):
-            if not (any(one.node is not None and one.node.writes for one in instructions) or self._must_keep_order()):
-                instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
-            elif any(one.kind == "question" for one in instructions):
-                raise Unwritable("it asks what is in the batch, and changes tensors in between")
+        if not any(one.node is not None and one.node.writes for one in instructions):
+            instructions = self._batch_first(instructions)
+        behind = itertools.dropwhile(lambda one: one.kind in _FREE, instructions)
+        if any(one.kind == "question" for one in behind):
+            raise Unwritable("it asks what is in the batch, and changes tensors in between")
         assert not isinstance(replayed.descriptions, Path)
         told = replayed.requests, replayed.descriptions
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
 
-    def _must_keep_order(self) -> bool:
-        """Return whether a free function or unit must not run before a node, a log or an object that comes before it.
+    def _batch_first(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """Return the instructions with those on the batch first, so that other answers are found before any effect.
 
-        It may write into memory that one of these uses, or uses a lasting tensor that a called unit may have changed.
+        A free function or unit stays behind a node, a log or an object if it writes, if it takes what another one that
+        stays has made or written, or if a node may have changed its buffers or other lasting tensors that it takes.
         """
-        used: set[int] = set()
-        lasting: set[int] = set()  # memory of the lasting tensors so far; results may be views of them
-        held: set[int] = set()  # memory of lasting tensors that units called so far have, or were given
-        called: list[nn.Module] = []  # units whose memory is not in it yet
-        for one in self._instructions:
-            parts = [part for part in parts_of((*one.args, *(part for _, part in one.kwargs))) if part in self._memory]
-            memory = {self._memory[part] for part in parts}
-            lasting.update(self._memory[part] for part in parts if type(part) is not TensorSlot)
-            if one.kind not in ("glue", "question"):
-                used |= memory
-                if one.module is not None:
-                    held |= memory & lasting
-                    called.append(one.module)
+        first: list[Instruction] = []
+        rest: list[Instruction] = []
+        late: set[int] = set()  # memory whose contents may be other ones behind the instructions that stay
+        for one in instructions:
+            given = [part for part in parts_of((*one.args, *(part for _, part in one.kwargs))) if part in self._memory]
+            late.update(self._memory[part] for part in given if type(part) is not TensorSlot)  # results may be views
+            writes, is_free = _writes(one), one.kind in _FREE
+            has_state = one.module is not None and any(True for _ in one.module.buffers())
+            if is_free and not (rest and (writes or has_state or any(self._memory[part] in late for part in given))):
+                first.append(one)
                 continue
-            written = memory if _writes(one) else set()
-            if one.module is not None:  # it may begin to change its buffers
-                own = set(map(address, one.module.buffers()))
-                memory, written, lasting = memory | own, written | own, lasting | own
-            if not memory.isdisjoint(lasting):
-                of_units = (part for unit in called for part in _held_tensors(unit).values())
-                held.update(address(fill(part, ())) for part in of_units)
-                called.clear()
-            if not (memory.isdisjoint(held) and written.isdisjoint(used)):
-                return True
-        return False
+            rest.append(one)
+            if one.kind != "node":  # what takes the results of a node is a node as well
+                made = [slot for slot in map(TensorSlot, one.made) if slot in self._memory]
+                late.update(self._memory[part] for part in (*made, *(given if writes else ())))
+        return [*first, *rest]
 
     def _write(
         self,

@@ -804,6 +804,29 @@ class LogsWhatIsTold(MLP):
         return loss
 
 
+class TellsTensor(Tells):
+    def compute(self) -> Any:
+        return self.total
+
+
+class LogsRoot(MLP):
+    """Logs a number that it computes from what a metric returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = TellsTensor()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("root", self.told(loss).sqrt())
+        return loss
+
+
+def test_what_is_computed_from_a_metric_is_repeated_behind_it(followed: list[int]) -> None:
+    assert_repeats(LogsRoot)
+    assert followed.count(1) == BATCHES * MICRO + FIRST + BATCHES - 1
+
+
 class CoolingByTensor(Cooling):
     """Keeps its number in a tensor."""
 
