@@ -66,9 +66,8 @@ def split(
         min(M, samples // smallest) micro-batches, so none is empty unless the batch is; one if there is nothing to
         split.
     Raises:
-        BatchError: M < 1; or M > 1 and the samples of the batch cannot be found, see :func:`layout`.
+        BatchError: M > 1 and the samples of the batch cannot be found, see :func:`layout`.
     """
-    _check_count(num_microbatches)
     if num_microbatches == 1:
         return as_one(batch, expected)
     found = layout(batch, expected, seen)
@@ -105,9 +104,8 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
     Returns:
         The parts, weighted by their numbers of samples; or equally, with size 1, if these are unknown for any part.
     Raises:
-        BatchError: M < 1, or ``splitter`` returned something else.
+        BatchError: ``splitter`` returned something else.
     """
-    _check_count(num_microbatches)
     parts = splitter(batch, num_microbatches)
     if not isinstance(parts, (list, tuple)):
         raise BatchError(
@@ -146,8 +144,6 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
         sizes: number of samples of each micro-batch.
         weights: weights of the micro-batches in a mean; None: their sizes.
     """
-    if len(outputs) != len(sizes):
-        raise ValueError(f"{len(outputs)} outputs with {len(sizes)} sizes; each micro-batch needs one of both")
     if all(output is None for output in outputs):
         return None
     if len(outputs) == 1:
@@ -165,11 +161,6 @@ def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 # -- splitting -------------------------------------------------------------------------------------------------------
-
-
-def _check_count(num_microbatches: int) -> None:
-    if num_microbatches < 1:
-        raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
 
 
 def _num_samples(batch: Any, expected: BatchInfo = BatchInfo()) -> int | None:  # noqa: B008

@@ -103,13 +103,13 @@ class Layout:
         ends = list(accumulate(sizes))
         return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
-    def split(self, node: Any) -> Iterator[Any]:
-        """Yield the tensors and lists of a batch that are split."""
-        if self.kind == "split":
-            yield node
-        elif self.kind == "inside":
-            for layout, child in zip(self.below, tree.children(node)[0], strict=True):
-                yield from layout.split(child)
+    def ends(self, node: Any, name: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield ``("split" or "repeat", name, part)`` of each part of a batch that is split or repeated as it is."""
+        if self.kind != "inside":
+            yield self.kind, name, node
+            return
+        for layout, (below, child) in zip(self.below, tree.named_children(node, name), strict=True):
+            yield from layout.ends(child, below)
 
     @property
     def divides(self) -> bool:
@@ -167,11 +167,15 @@ def _found(batch: Any, expected: BatchInfo, seen: EarlierBatches) -> tuple[int, 
         raise next((r for r in refusals if isinstance(r, _Ambiguity)), _disagreement(batch, expected.size))
     n = next(iter(found)) if len(found) == 1 else _chosen(batch, list(found), expected.size)
     read, lists = found[n]
+    ends = list(read.ends(batch, "batch"))
     as_stacked = expected.stacked and (n == expected.size or not expected.changed)
     if expected.size is not None and expected.size > 1 and not (as_stacked or seen.settled):
-        _check_first_dimension(batch, read, expected.size)
+        _check_first_dimension(batch, [part for kind, _, part in ends if kind == "split"], expected.size)
     seen.lists.update(lists)
-    _check_repeated(batch, read, "batch", seen)
+    for kind, name, part in ends:  # what may hold samples must not be repeated for all micro-batches
+        is_opaque = kind == "repeat" and _kind(part) == "opaque"
+        if is_opaque and not (_is_labels(part) and seen.lists.get(name) is False):
+            raise _unknown(name, part)
     seen.settled |= n == expected.size
     return n, read
 
@@ -310,27 +314,14 @@ def _chosen(batch: Any, sizes: Sequence[int], size: int | None) -> int:
     )
 
 
-def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
+def _check_first_dimension(batch: Any, split: Sequence[Any], size: int) -> None:
     """Check that tensors are not time-major: that not all of them have the dataloader's batch size in dimension 1."""
-    if all(
-        isinstance(node, (Tensor, np.ndarray)) and node.ndim > 1 and node.shape[1] == size for node in read.split(batch)
-    ):
+    if all(isinstance(part, (Tensor, np.ndarray)) and part.ndim > 1 and part.shape[1] == size for part in split):
         raise _Ambiguity(
             f"the dataloader makes batches of {size} samples, and all tensors have {size} entries in their second "
             f"dimension: {_sizes_by_name(batch)}. They seem to hold samples there (time first); only dimension 0 can "
             f"be split. Put the samples first, or {WAY_OUT}"
         )
-
-
-def _check_repeated(batch: Any, read: Layout, name: str, seen: EarlierBatches) -> None:
-    """Check that no object that may hold samples would be repeated for all micro-batches."""
-    if read.kind == "inside":
-        for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):
-            _check_repeated(child, layout_, below, seen)
-    elif (
-        read.kind == "repeat" and _kind(batch) == "opaque" and not (_is_labels(batch) and seen.lists.get(name) is False)
-    ):
-        raise _unknown(name, batch)
 
 
 # -- leaves ----------------------------------------------------------------------------------------------------------
