@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.capture.operation import writes
 from lightning_avgpipe.engine.attestation import Attestation
-from lightning_avgpipe.engine.tensor_use import registers_of
+from lightning_avgpipe.engine.tensor_use import Registers, held_in, registers_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_constant, is_generator
@@ -356,19 +356,19 @@ class LateBuffers(LateEffects):
         self._of_free = registers_of(module, (name for name in names if nearest(name, free)))
         self._elsewhere = registers_of(module, filter(program.buffers_elsewhere.__contains__, names))
         self._absent: dict[int, str] = {}  # id of a buffer of another stage -> its name, while a forward runs
-        self._before: dict[str, tuple[Tensor | None, int]] = {}
-        self._before_part: dict[str, tuple[Tensor | None, int]] = {}
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._before_part: dict[str, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
         self._before, self._before_part = _states(self._constants), _states(self._of_free)
-        self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
+        self._absent = {id(buffer): name for name, buffer in held_in(self._elsewhere).items()}
 
     def begin_part(self) -> str | None:
-        name = _changed(self._before_part, _states(self._of_free))
+        name = _changed(self._before_part, self._of_free)
         return name and self._again(f"changes the buffer '{name}'")
 
     def end(self) -> str | None:
-        name = _changed(self._before, _states(self._constants))
+        name = _changed(self._before, self._constants)
         return name and self._changes(name)
 
     def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:
@@ -454,25 +454,19 @@ class ReadState:
         return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
 
 
-def _states(registers: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[Tensor | None, int]]:
+def _states(registers: Registers) -> dict[str, tuple[Tensor, int]]:
     """Return the tensors in registers and their versions, by name."""
-    held = {name: register.get(leaf) for name, (register, leaf) in registers.items()}
-    return {name: (tensor, version_of(tensor)) for name, tensor in held.items()}
+    return {name: (tensor, version_of(tensor)) for name, tensor in held_in(registers).items()}
 
 
-def _changed(
-    before: Mapping[str, tuple[Tensor | None, int]], after: Mapping[str, tuple[Tensor | None, int]]
-) -> str | None:
+def _changed(before: Mapping[str, tuple[Tensor, int]], registers: Registers) -> str | None:
     """Return the name of a tensor that was changed, or replaced by one of the same shape; None: there is none."""
-    for name, (tensor, version) in before.items():
-        now, changes = after[name]
-        if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
+    for name, now in held_in(registers).items():
+        tensor, version = before.get(name, (None, 0))
+        replaced = tensor is not now and tensor is not None and tensor.shape == now.shape
+        if replaced or (tensor is now and version_of(now) != version):
             return name
     return None
-
-
-def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.part import Observe
-from lightning_avgpipe.engine.tensor_use import registers_of
+from lightning_avgpipe.engine.tensor_use import held_in, registers_of
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -69,7 +69,7 @@ class ForwardState:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        changed: Sequence[Tensor],
+        changed: Collection[Tensor],
         read: Sequence[Any],
     ) -> None:
         self._modules = modules
@@ -194,14 +194,14 @@ class Repetition:
 
     def surroundings(self) -> ForwardState:
         """Return a record of the state before a forward of the stage."""
-        return ForwardState(self._scope, _held(self._registers), self._read)
+        return ForwardState(self._scope, held_in(self._registers).values(), self._read)
 
     def _repeatable(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that executes a unit so that it keeps only its inputs, if the unit was chosen."""
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
-        changed = _held(registers_of(self._module, node.states))
+        changed = held_in(registers_of(self._module, node.states)).values()
         draws = RandomState(self._device)  # kept for every unit, since it may begin to draw
         surroundings: ForwardState | None = None
 
@@ -221,11 +221,6 @@ class Repetition:
             return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return repeatable
-
-
-def _held(registers: Mapping[str, tuple[dict[str, Any], str]]) -> list[Tensor]:
-    """Return the parameters and buffers that registers hold now."""
-    return [held for register, name in registers.values() if (held := register.get(name)) is not None]
 
 
 def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:

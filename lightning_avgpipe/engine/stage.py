@@ -391,7 +391,7 @@ class Stage:
             StepChangedError: it has changed a buffer, and the forward of a later micro-batch has already run.
         """
         later = [i for i in self.stash if i > micro_batch]
-        changed = [name for name, now in states_of(self._changed).items() if now != before[name]] if later else []
+        changed = [name for name, now in states_of(self._changed).items() if now != before.get(name)] if later else []
         if changed:
             raise StepChangedError(
                 f"the backward of a micro-batch changes '{changed[0]}' (torch.utils.checkpoint repeats the forward "

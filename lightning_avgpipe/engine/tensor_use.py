@@ -39,8 +39,12 @@ ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 
 
-def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return, for each full name of a parameter or buffer, the module's dict that holds it and its name there."""
+# For each full name of a parameter or buffer, the module's dict that holds it and its name there.
+Registers = Mapping[str, tuple[dict[str, Any], str]]
+
+
+def registers_of(module: nn.Module, names: Iterable[str]) -> Registers:
+    """Return the registers of the parameters and buffers with these full names."""
     found: dict[str, tuple[Any, str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -49,10 +53,15 @@ def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dic
     return found
 
 
-def states_of(registers: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, int]]:
-    """Return identity and version of the tensors in these registers, see :func:`registers_of`, by name."""
-    held = {name: register.get(leaf) for name, (register, leaf) in registers.items()}
-    return {name: (id(tensor), version_of(tensor)) for name, tensor in held.items()}
+def held_in(registers: Registers) -> dict[str, Tensor]:
+    """Return the tensors that these registers hold now, by name: a step may have put others there."""
+    found = {name: register.get(leaf) for name, (register, leaf) in registers.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def states_of(registers: Registers) -> dict[str, tuple[int, int]]:
+    """Return identity and version of the tensors in these registers, by name."""
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in held_in(registers).items()}
 
 
 class Lasting:
@@ -65,7 +74,7 @@ class Lasting:
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = dict.fromkeys(name for node in program.nodes for name in node.changes)
-        self._registers = registers_of(module, names).values()
+        self._registers = registers_of(module, names)
         self._holders = list(variables(module, program.graph.written_tensors).values())  # of tensors without a name
 
     def apart(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -76,7 +85,7 @@ class Lasting:
         found = tuple([tensor.detach() for tensor in tensors])
         if not (self._registers or self._holders):
             return found
-        held = [tensor for register, name in self._registers if (tensor := register.get(name)) is not None]
+        held = held_in(self._registers).values()
         memory = set(map(storage_id, (*held, *(Snapshot(self._holders).tensors if self._holders else ()))))
         return tuple([tensor.clone() if storage_id(tensor) in memory else tensor for tensor in found])
 
@@ -86,12 +95,11 @@ class Rewritten:
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = [name for name in program.states if name in program.graph.rewritten]
-        self._registers = registers_of(module, names).values()
+        self._registers = registers_of(module, names)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters among them."""
-        held = (register[name] for register, name in self._registers)
-        return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
+        return [tensor for tensor in held_in(self._registers).values() if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
         """Run a forward within this context; if it trains, autograd saves copies of these tensors."""
@@ -103,9 +111,7 @@ class Rewritten:
 
         def pack(tensor: Tensor) -> Tensor | _Copy:
             # looked up each time, since a step may give a parameter other memory, or parametrize it for a while
-            held = (register.get(name) for register, name in self._registers)
-            mine = {address(tensor) for tensor in held if tensor is not None}
-            if address(tensor) not in mine:
+            if address(tensor) not in map(address, held_in(self._registers).values()):
                 return tensor
             copies.append(_Copy(tensor.detach()))
             return copies[-1]
