@@ -18,7 +18,10 @@ from tests.private_names import LIGHTNING, TORCH, Private, expected, problem
 from tests.test_house import UPPER, modules, part
 
 # Private names that are Python's, or a file system's, or of values of an option.
-OTHERS = {"_exit", "_batch_sampler", "_strip_protocol", "_epoch_end", "_epoch", "_batch", "_val_check_time_interval"}
+OTHERS = {
+    "_exit", "_getframe", "_batch_sampler", "_strip_protocol", "_epoch_end", "_epoch", "_batch",
+    "_val_check_time_interval",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

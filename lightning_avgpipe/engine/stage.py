@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,23 +41,14 @@ class StagePart:
 
     Attributes:
         handlers: kind of actions -> method of the part that runs one, with the arguments and result of
-            :meth:`Stage.forward` after the stage.
-        watches: whether it watches the forwards of this iteration, by :meth:`watching` and :meth:`kept`.
+            :meth:`Stage.forward` after the stage. It comes before the stage's own handler of this kind, which it may
+            call.
     """
-
-    watches = False
 
     handlers: ClassVar[Mapping[Kind, Callable[[Any, Stage, Task, int, Message | None], Message | None]]]
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin an iteration with these actions."""
-
-    def watching(self, loss: bool) -> AbstractContextManager[Any]:
-        """Return a context for the step of a forward, or for what computes the loss of its result."""
-        return nullcontext()
-
-    def kept(self, micro_batch: int) -> None:
-        """Note that a forward has kept its graph for a backward."""
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
@@ -131,12 +122,11 @@ class Stage:
         self.compiled = self._step.compiled
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
-        self._watching: list[StagePart] = []
         self._has_peers = dist.is_initialized()  # whether there are other processes, which steps must not see
-        self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
-            kind: partial(run, part) for part in self.parts.values() for kind, run in part.handlers.items()
-        }
-        self._handlers |= {FORWARD: Stage.forward, BACKWARD: Stage.backward}
+        self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]]
+        self._handlers = {FORWARD: Stage.forward, BACKWARD: Stage.backward}
+        for part in self.parts.values():
+            self._handlers |= {kind: partial(run, part) for kind, run in part.handlers.items()}
 
     def begin(self, row: Sequence[Action], forward_only: int = 0, stream: OwnStream | None = None) -> None:
         """Begin an iteration with these actions.
@@ -151,7 +141,6 @@ class Stage:
         self._prefix.stages = forward_only
         for part in self.parts.values():
             part.begin(row)
-        self._watching = [part for part in self.parts.values() if part.watches]
         self._has_peers = dist.is_initialized()
         self.go_on(row)
 
@@ -193,8 +182,7 @@ class Stage:
             if task.finish is not None:  # outside of placed(): hooks see the module's own parameters
                 # a result with its graph would keep the received values until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
-                with self._watched(loss=True):
-                    loss = task.finish(micro_batch, replayed.result)
+                loss = task.finish(micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
         if task.trains and program.stage < self._prefix.stages:
@@ -207,17 +195,6 @@ class Stage:
         if self._seeding:
             self._kept_by_seeding[micro_batch] = attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots)
-        for part in self._watching:
-            part.kept(micro_batch)
-
-    def _watched(self, loss: bool = False) -> AbstractContextManager[Any]:
-        """Let the parts watch a step, or what computes the loss of its result, within this context."""
-        if not self._watching:
-            return _NOTHING
-        stack = ExitStack()
-        for part in self._watching:
-            stack.enter_context(part.watching(loss))
-        return stack
 
     def replay(
         self,
@@ -248,7 +225,7 @@ class Stage:
             requests=requests,
         )
         with self._casts.reused() if self._casts is not None and task.trains else _NOTHING:
-            replayed = self._step.run(part, task, micro_batch, copies, self._watched)
+            replayed = self._step.run(part, task, micro_batch, copies)
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
@@ -448,7 +425,7 @@ def check_runnable(schedule: Schedule) -> None:
     """
     check_can_run(schedule)
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
-    known = (FORWARD, BACKWARD, *(kind for part in PARTS for kind in part.handlers))
+    known = dict.fromkeys((FORWARD, BACKWARD, *(kind for part in PARTS for kind in part.handlers)))
     strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in known]
     if strange:
         able = ", ".join(f"{kind.name} ({kind})" for kind in known)

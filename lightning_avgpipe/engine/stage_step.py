@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -278,14 +278,7 @@ class StageStep:
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False
 
-    def run(
-        self,
-        part: Part,
-        task: Task,
-        micro_batch: int,
-        copies: Mapping[int, str],
-        watched: Callable[[], AbstractContextManager[Any]],
-    ) -> Replayed:
+    def run(self, part: Part, task: Task, micro_batch: int, copies: Mapping[int, str]) -> Replayed:
         """Execute the stage's part of a step, or a part of it, on one micro-batch of a task.
 
         Args:
@@ -293,7 +286,6 @@ class StageStep:
             task: work of the iteration.
             micro_batch: number of the micro-batch.
             copies: ``id -> full name`` of the copies that stand for parameters now.
-            watched: return the context within which the step runs.
         """
         trains, writer = task.trains, NULL_WRITER
         if self._may_repeat(part, task):
@@ -302,7 +294,7 @@ class StageStep:
             for written in self._programs.find(form):
                 self._states = states_of(self._buffers)
                 try:
-                    with watched(), self.rewritten.saved(trains), self._late_effect_checks.checked_program():
+                    with self.rewritten.saved(trains), self._late_effect_checks.checked_program():
                         replayed = self._run_program(written, given, part, task.around(micro_batch))
                 except AnswerChanged:
                     continue
@@ -314,7 +306,7 @@ class StageStep:
                 return replayed
             writer = self._programs.writer(form)
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
-            with watched(), self._late_effect_checks.checked(part.args):
+            with self._late_effect_checks.checked(part.args):
                 if writer is not NULL_WRITER and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(given)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from threading import Lock, get_ident
 from typing import Any
 
@@ -35,8 +35,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.stage import Stage, StagePart
 from lightning_avgpipe.engine.task import Inputs, ReceivedLeaf, Task
-from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT, WEIGHT_GRADIENT
+from lightning_avgpipe.utils.source import PACKAGE
 
 _log = logging.getLogger(__name__)
 _Gradients = Sequence[Tensor | None]
@@ -198,29 +199,27 @@ class Halves(StagePart):
 
     def __init__(self) -> None:
         self._has_warned = False  # whether the warning about whole backwards was given
-        self._watch: GraphWatch | None = None  # of the running forward; None: backwards run whole
+        self._splits = False  # whether the backwards of this iteration are split
         self._found: dict[int, str] = {}  # micro-batch -> why its backward cannot be split, as far as its forward shows
         self._left: dict[int, WeightHalf] = {}
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin an iteration with this row, which may have split backwards."""
-        self.watches = any(action.kind is INPUT_GRADIENT for action in row)
-        self._watch = GraphWatch() if self.watches else None
-
-    def watching(self, loss: bool) -> AbstractContextManager[Any]:
-        """Return a watch for the step of a forward; the same one goes on when the loss of its result is computed."""
-        if self._watch is not None and not loss:
-            self._watch = GraphWatch()
-        return self._watch or contextlib.nullcontext()
-
-    def kept(self, micro_batch: int) -> None:
-        """Note what the watch of a forward has found."""
-        self._found[micro_batch] = "" if self._watch is None else self._watch.found
+        self._splits = any(action.kind is INPUT_GRADIENT for action in row)
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
         self._left.clear()
         self._found.clear()
+
+    def _forward(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Run a forward, and note what keeps its graph from being split if its backward is to be."""
+        if not self._splits:
+            return stage.forward(task, micro_batch, message)
+        with GraphWatch() as watch:
+            sent = stage.forward(task, micro_batch, message)
+        self._found[micro_batch] = watch.found
+        return sent
 
     def _input_gradient(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Run the half of a backward that the previous stage waits for, or all of it if it cannot be split."""
@@ -250,7 +249,7 @@ class Halves(StagePart):
             with stage.in_backward(micro_batch):
                 half.run()
 
-    handlers = {INPUT_GRADIENT: _input_gradient, WEIGHT_GRADIENT: _weight_gradient}
+    handlers = {FORWARD: _forward, INPUT_GRADIENT: _input_gradient, WEIGHT_GRADIENT: _weight_gradient}
 
 
 class GraphWatch:
@@ -263,13 +262,14 @@ class GraphWatch:
     def __init__(self) -> None:
         self.found = ""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> GraphWatch:
         with _lock:
             if not _watching:
                 for owner, name, what in _WATCHED:
                     _replaced.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, _noting(getattr(owner, name), what))
             _watching.append((get_ident(), self))
+        return self
 
     def __exit__(self, *exception: object) -> None:
         with _lock:
@@ -292,9 +292,11 @@ _replaced: list[tuple[type, str, Any]] = []
 
 
 def _noting(original: Any, what: str) -> Any:
-    """Return a method or property that replaces the original and notes each use."""
+    """Return a method or property that replaces the original and notes each use but those of this package."""
 
     def note() -> None:
+        if sys._getframe(2).f_code.co_filename.startswith(PACKAGE):
+            return
         for thread, watch in _watching:
             if thread == get_ident():
                 watch.found = watch.found or what
