@@ -21,7 +21,7 @@ import functools
 import itertools
 import pickle
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -451,20 +451,13 @@ class ProgramWriter:
         self._given = tuple(map(self._new, tensors))
         self._began_in = modes(self.context.device)
 
-    @contextlib.contextmanager
-    def checked(self, inside: Callable[[], bool]) -> Iterator[None]:
-        """Run the step within this context, and check its Python for side effects if ``checks_purity``.
+    def checked(self, inside: Callable[[], bool]) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for the step, in which its Python is checked for side effects if ``checks_purity``.
 
         Args:
             inside: returns whether a unit is running.
         """
-        if not self.checks_purity:
-            yield
-            return
-        with Purity(inside, self.module) as purity:
-            yield
-        if purity.why_not is not None:
-            self.refuse(purity.why_not)
+        return Purity(inside, self.module, self.refuse) if self.checks_purity else contextlib.nullcontext()
 
     @_writing
     def skipped(self, node: Node) -> None:

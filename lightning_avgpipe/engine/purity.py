@@ -100,13 +100,12 @@ class Purity:
     Args:
         within: returns whether a unit is running. Functions in units are not checked.
         module: module that has the step; functions of its submodules' classes are found by their names.
-
-    Attributes:
-        why_not: description of a possible side effect; None: there is none.
+        refuse: called at the end of the context with a description of a possible side effect, if there is one.
     """
 
-    def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
-        self.why_not: str | None = "its Python was not seen"
+    def __init__(self, within: Callable[[], bool], module: nn.Module, refuse: Callable[[str], None]) -> None:
+        self._why_not: str | None = "its Python was not seen"  # None: no side effect was found
+        self._refuse = refuse
         self._module = module
         self._classes = list(dict.fromkeys((*map(type, module.modules()), *user_classes(module))))
         self._package = type(module).__module__.partition(".")[0]  # the user's own, even if it is installed
@@ -116,31 +115,32 @@ class Purity:
         self._step: types.FrameType | None = None
         self._ended = False
 
-    def __enter__(self) -> Purity:
+    def __enter__(self) -> None:
         self._looks = sys.getprofile() is None
         if self._looks:
             sys.setprofile(self._look)
         else:
-            self.why_not = "a profiler runs, so that its Python cannot be checked"
-        return self
+            self._why_not = "a profiler runs, so that its Python cannot be checked"
 
     def __exit__(self, *error: object) -> None:
         if self._looks:
             sys.setprofile(None)
         self._step = None
-        for hook in _gradient_hooks(self._module) if self.why_not is None else ():
+        for hook in _gradient_hooks(self._module) if self._why_not is None else ():
             if self._is_users(hook):
-                self.why_not = self.why_not or self._stores(hook.__code__, hook.__globals__)
+                self._why_not = self._why_not or self._stores(hook.__code__, hook.__globals__)
+        if self._why_not is not None:
+            self._refuse(self._why_not)
 
     def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
         if self._ended or self._within():
             return
         if self._step is None:  # the step begins with the first function that is neither Lightning's nor ours
             if event == "call" and not _origin(frame).startswith((*_NEUTRAL, *LIGHTNING_FOLDERS)):
-                self._step, self.why_not = frame, self._stores(frame.f_code, frame.f_globals)
+                self._step, self._why_not = frame, self._stores(frame.f_code, frame.f_globals)
         elif event == "return":
             self._ended = frame is self._step
-        elif self.why_not is None and event in ("call", "c_call"):
+        elif self._why_not is None and event in ("call", "c_call"):
             self._judge(frame, event, function)
 
     def _judge(self, frame: types.FrameType, event: str, function: Any) -> None:
@@ -149,10 +149,10 @@ class Purity:
         if path.startswith(_NEUTRAL) or logs or self._is_of_library(frame):
             return
         if event == "call":
-            self.why_not = self._stores(code, frame.f_globals)
+            self._why_not = self._stores(code, frame.f_globals)
         elif not _is_allowed(function):
             name = getattr(function, "__qualname__", str(function))
-            self.why_not = f"{Path(code.co_filename).name}:{frame.f_lineno} calls {name}()"
+            self._why_not = f"{Path(code.co_filename).name}:{frame.f_lineno} calls {name}()"
 
     def _stores(self, code: types.CodeType, names: Mapping[str, Any]) -> str | None:
         """Return a description of the first store in a function, or in one that it may call, or None."""
