@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,18 +58,13 @@ class _UnitEffects(NamedTuple):
     ``asked`` are the tensors whose gradients it asks for, or looks at by a hook; ``hooked`` are the latter.
     """
 
-    changes: list[str]
+    changes: tuple[str, ...]
     draws: bool
     drawn: tuple[str, ...]
     objects_changed: list[Any]
     flops: float
     asked: list[Tensor]
     hooked: list[Tensor]
-
-    def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
-        """Return the node with these effects, and with these generators among its arguments."""
-        changes = tuple(self.changes)
-        return replace(node, changes=changes, draws=self.draws, drawn=self.drawn, generators=generators)
 
 
 def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
@@ -211,8 +206,10 @@ class StepRecorder(StepTracer):
         self._pin_call(module, path, tensors, result)
         self._pin_asked(own, f"unit '{path}'", module.parameters())
         flops = (own.flops or recurrent_flops(module, result)) + _elements(result)
-        node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
-        node = own.noted(node, generators)
+        node = Node(
+            index, "call", path, source_line(), inputs, parameters=parameters, states=states, changes=own.changes,
+            draws=own.draws, drawn=own.drawn, flops=flops, generators=generators,
+        )  # fmt: skip
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         writes = bool(generators) or not changed <= set(map(id, visible))
@@ -245,7 +242,7 @@ class StepRecorder(StepTracer):
         watching = self.effects.watching_unit()
         with watching as objects_changed, provenance, seeding, watch.flops, _Asking() as asking:
             result = run(*args, **kwargs)
-        changes, draws = self.state.changed(before), random_before != watch.generator_states()
+        changes, draws = tuple(self.state.changed(before)), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         inner, flops = tuple(watch.calls[calls:]), watch.flops.total
         return result, _UnitEffects(changes, draws, inner, objects_changed, flops, asking.tensors, asking.hooked)
@@ -271,7 +268,7 @@ class StepRecorder(StepTracer):
         node = Node(
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
             draft.values_of([*tensors, *used]), parameters=self.state.parameters(used),
-            states=self.state.states(used, own.changes, in_unit=True), changes=tuple(own.changes),
+            states=self.state.states(used, own.changes, in_unit=True), changes=own.changes,
             draws=own.draws, drawn=own.drawn, flops=own.flops + _elements(result),
         )  # fmt: skip
         self._pin_asked(own, "a checkpointed region", ())

@@ -81,7 +81,6 @@ class Verifier:
         self._now: list[PipelineResults] = []  # results of this iteration, by pipeline
         # on the process that compares, by pipeline: iterations that are not compared yet
         self._waiting: list[list[PipelineResults]] = []
-        self._has_asked_for_whole = False  # whether the loss of a batch in one piece was requested from a child
         # the file whose existence says that this training was found equal; it has the losses that a warning repeats
         self._verdict: Path | None = None
         self._patience_s = _PATIENCE_S
@@ -202,7 +201,7 @@ class Verifier:
             rest: further arguments of the step.
             iteration: number of the iteration, on which random numbers depend.
             finish: function that the last stage calls with the result of a micro-batch.
-            whole: the batch of the first pipeline, in one piece.
+            whole: the batch of the first pipeline, in one piece. The first one is compared with its micro-batches.
             divided: whether the pipelines divide a batch among them.
         Returns:
             A function that does what ``finish`` does, and records the losses.
@@ -232,6 +231,9 @@ class Verifier:
             self._now = [PipelineResults(Traces(), subject.held(n, attributes), self._steps) for n in range(len(works))]
         if subject.compares:
             subject.step_log.listener = self._now[0].traces.logged.__setitem__
+            draws = subject.plan.graph.drawing or subject.plan.graph.host_drawing
+            if not (first and subject.loss_is_mean) or draws:  # random numbers would differ for the whole batch
+                whole = None
             self._send(works, rest, iteration, whole, divided)
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
@@ -259,7 +261,7 @@ class Verifier:
             key = subject.seed(), iteration, subject.first_pipeline + n
             # cloned, since a view would be sent with all of its storage
             own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
-            asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
+            asked = whole if n == 0 and len(parts) > 1 else None
             # without an optimizer step there are no gradients to compare with
             gradients = asked is not None and self._steps and subject.could_keep(len(parts))
             message = Batch(
@@ -290,17 +292,6 @@ class Verifier:
         if whole is not None:
             compare_whole(whole, "as in an earlier run of the same code, ")
         return True
-
-    def _asks_for_whole(self) -> bool:
-        """Return, once, whether to compare the loss of the first batch with the mean over its micro-batches.
-
-        It is not compared if the step draws random numbers, which would differ for the whole batch.
-        """
-        plan = self._subject.plan
-        asked, self._has_asked_for_whole = self._has_asked_for_whole, True
-        if asked or plan is None or not self._subject.loss_is_mean:
-            return False
-        return not (plan.graph.drawing or plan.graph.host_drawing)
 
     def compare(self) -> None:
         """Record gradients, buffers and attributes after all backwards, and compare what the children have sent so far.
