@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_avgpipe.capture.graph import Node, Value, made_by
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.tensors import KnownTensors, has_gaps, is_strided, tensor_arguments, tensor_bytes
-from lightning_avgpipe.utils.torch_compat import address, version_of
+from lightning_avgpipe.utils.patching import itself
+from lightning_avgpipe.utils.tensors import KnownTensors, has_gaps, is_lent, is_strided, tensor_arguments, tensor_bytes
+from lightning_avgpipe.utils.torch_compat import SavedHooks, address, innermost_hooks, version_of
 
 # Functions whose results have a length that depends on the numbers in their arguments.
 _SIZED = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
@@ -37,6 +40,7 @@ class Draft:
         known: record of which tensor holds which value.
         owned: ids of the parameters and buffers whose uses are recorded by name.
         readers: units that an earlier recording has seen find values in objects.
+        lasting: tensors that are in memory anyway, such as weights, buffers and the batch; saving them costs nothing.
 
     Attributes:
         nodes: nodes so far, in program order.
@@ -48,7 +52,10 @@ class Draft:
         saved: numbers of the storages (:attr:`Value.storage`) that nodes save for their backwards.
     """
 
-    def __init__(self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str],
+        lasting: Iterable[Tensor],
+    ) -> None:  # fmt: skip
         self._known = known
         self._owned = owned
         self.nodes: list[Node] = []
@@ -58,6 +65,9 @@ class Draft:
         self.pinned: list[Pin] = []
         self.saved: set[int] = set()
         self._storages: dict[int, int] = {}
+        self._lasting = set(map(address, lasting))
+        self._noted: list[Any] = []  # weak references, which keep the address of a freed storage from being reused
+        self._recomputed = 0  # regions around this point of the step whose nodes are recomputed
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
         self._sized: set[int] = set()  # values whose length depends on numbers
         self._packer = Packer(module)
@@ -100,11 +110,44 @@ class Draft:
         internal = sum(nbytes for address, nbytes in saved.items() if address not in self._storages)
         self.nodes.append(replace(node, outputs=outputs, writes=writes, saved_bytes=internal))
 
-    def saves_inputs(self, begin: int) -> None:
-        """Note that the nodes from this position on are recomputed in the backward, from the values that they take."""
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Note that the nodes of this context are recomputed in the backward, from the values that they take."""
+        begin = self.position()
+        self._recomputed += 1
+        try:
+            yield
+        finally:
+            self._recomputed -= 1
         taken = {value for node in self.nodes[begin:] for value in node.inputs}
         made = {value for node in self.nodes[begin:] for value in made_by(node)}
         self.saved.update(self.values[value].storage for value in taken - made)
+
+    @contextlib.contextmanager
+    def saving(self, visitors: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
+        """Yield a dict that gets the storages which are saved for backwards within this context, ``address -> bytes``.
+
+        The addresses are unique until a context is entered again.
+
+        Args:
+            visitors: lasting tensors that are on another device within this context.
+        """
+        found: dict[int, int] = {}
+        if self._recomputed:
+            yield found
+            return
+        lasting = self._lasting.union(map(address, visitors))
+        self._noted.clear()
+        outer = innermost_hooks()  # hooks of ours around these, to which saved tensors are passed on
+
+        def pack(tensor: Tensor) -> Any:
+            if not is_lent(tensor) and (storage := address(tensor)) not in lasting and storage not in found:
+                found[storage] = _saved_bytes(tensor)
+                self._noted.append(_weak_storage(tensor))
+            return tensor if outer is None else outer.pack_hook(tensor)
+
+        with SavedHooks(pack, itself if outer is None else outer.unpack_hook):
+            yield found
 
     def _written(
         self, taken: Sequence[Tensor], versions: Sequence[int], name: str
@@ -192,6 +235,20 @@ class Draft:
                 reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
                 self.pin(first[0] + 1, node.index, reason)
         return replace(node, writes_objects=True, exports=exports, lasting=indices), given
+
+
+def _weak_storage(tensor: Tensor) -> Any:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none, and are known by identity
+        return tensor
+
+
+def _saved_bytes(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
 
 
 def outputs_of(

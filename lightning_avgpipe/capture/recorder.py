@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState, StateCopies
 from lightning_avgpipe.capture.operation import HOOKING
-from lightning_avgpipe.capture.saved import SavedTensors
 from lightning_avgpipe.capture.tracer import METADATA, STAGE_DEPENDENT_METADATA, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
@@ -128,7 +127,7 @@ class StepRecorder(StepTracer):
         in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         super().__init__({}, owned_tensors(module, preview.glue_states), device, in_units)
         self.units = Units(module, units, ignore)
-        self.draft = Draft(module, self.known, self._owned, preview.readers)
+        self.draft = Draft(module, self.known, self._owned, preview.readers, [*tensors_of(module), *batch])
         position = self.draft.position
         now = lambda: (position(), self._inside)  # noqa: E731
         self.effects = Effects(module, preview.mutable, preview.unseen, now, ignore)
@@ -139,10 +138,8 @@ class StepRecorder(StepTracer):
         self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
-        self._saved = SavedTensors([*tensors_of(module), *batch])
         self._first_uses = KnownTensors[int]()  # of free tensors with gradients: the first node that depends on each
         self._hooks = KnownTensors[tuple[int, str]]()  # of such tensors: the node that hooks each, and what it is
-        self._regions = 0  # checkpointed regions around this point of the step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
@@ -186,7 +183,7 @@ class StepRecorder(StepTracer):
         objects = Snapshot((args, kwargs), modules, generators=generators)
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
-        with self.state.visiting(tensors_of(module)), self._saving(tensors_of(module)) as saved:
+        with self.state.visiting(tensors_of(module)), draft.saving(tensors_of(module)) as saved:
             result, own = self._executed(self.state.of(path), run, args, kwargs, path)
         used = provenance.used
         states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
@@ -261,7 +258,7 @@ class StepRecorder(StepTracer):
                 before.extend(self.state.of(path))
                 yield
 
-        with self.calls.within_region(visited), self._saving() as saved:
+        with self.calls.within_region(visited), draft.saving() as saved:
             result, own = self._executed(before, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
         draft.pinned += self.hidden.find(used, "a checkpointed region", False)
@@ -288,12 +285,8 @@ class StepRecorder(StepTracer):
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()
-        self._regions += 1
-        try:
+        with self.draft.recomputed():
             yield from generator
-        finally:
-            self._regions -= 1
-        self.draft.saves_inputs(begin)
         reason = f"it lies in a region of torch.utils.checkpoint at {source_line()}"
         self.draft.pin(begin + 1, self.draft.position() - 1, reason)
 
@@ -343,7 +336,7 @@ class StepRecorder(StepTracer):
     ) -> tuple[Any, list[str], dict[int, int]]:
         """Run a glue function; return its result, the names of the state that it changes, and what it saves."""
         away = [t for t in tensors if id(t) in self._offloaded]
-        with self.state.visiting(away), self._saving(away) as saved:
+        with self.state.visiting(away), self.draft.saving(away) as saved:
             if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
@@ -352,10 +345,6 @@ class StepRecorder(StepTracer):
             if self.state.wrote_unknown or self.effects.written(self.state.unnamed_views):
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before), saved
-
-    def _saving(self, visitors: Sequence[Tensor] = ()) -> AbstractContextManager[dict[int, int]]:
-        """Note what a node saves, as :meth:`SavedTensors.recording`; within a checkpointed region it saves nothing."""
-        return nullcontext({}) if self._regions else self._saved.recording(visitors)
 
     def _pin_mode(self) -> None:
         """Forbid cuts after a node that runs in a mode of the user, which would not see it on stages that skip it."""
