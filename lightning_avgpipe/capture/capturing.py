@@ -16,7 +16,6 @@ from lightning_avgpipe.capture.draft import END_OF_STEP
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
-from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
 from lightning_avgpipe.capture.tracer import intercepting, watching
 from lightning_avgpipe.capture.units import neighbours
@@ -107,10 +106,9 @@ def _graph(
         # look at the changes of the step before they are undone
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
         carried = _find_what_lasts(recorder, make, run, spare)
-        constants = tuple(effects.attributes.pinned_by_constants())
-        holders, held_iterators = effects.holders(), iterators.leads()
+        constants, held_iterators = tuple(effects.attributes.pinned_by_constants()), iterators.leads()
     graph = replace(
-        _recorded(step, recorder, module, holders), trained=trained, carried=carried, finite=finite,
+        _recorded(step, recorder, module), trained=trained, carried=carried, finite=finite,
         iterators=held_iterators, pinned=(*draft.pinned, *constants),
         batch_writes=any(version_of(leaf) != version for leaf, version in batch),
     )  # fmt: skip
@@ -119,9 +117,10 @@ def _graph(
     return graph
 
 
-def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Mapping[Key, int]) -> CallGraph:
-    """Return the call graph of what a recorder has noted; ``holders`` are its ``mutated_between``."""
+def _recorded(step: str, recorder: StepRecorder, module: nn.Module) -> CallGraph:
+    """Return the call graph of what a recorder has noted."""
     draft, effects, calls = recorder.draft, recorder.effects, recorder.calls
+    holders = effects.holders()
     drawing = calls.drawing | calls.host_drawing
     return CallGraph(
         step=step,

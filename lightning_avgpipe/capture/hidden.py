@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,18 +145,6 @@ def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in ATOMS else type(x) for x in leaves)
 
 
-class _TensorRead(NamedTuple):
-    """A read of a tensor that the reading unit made in an earlier call.
-
-    The fields are: the node that made the tensor, the node that reads it, its shape and its dtype.
-    """
-
-    maker: int
-    reader: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class HiddenTensors:
     """A record of tensors that units leave behind, say in a global variable, or write into though not given them.
 
@@ -171,7 +159,8 @@ class HiddenTensors:
         exports: these units, and those that were found since.
         leaking: units that have left a tensor outside of their results and attributes.
         provenance: record of the node in which each tensor was made.
-        own: unit -> its reads of tensors that it keeps in attributes for later calls of its own.
+        own: unit -> its reads of tensors that it keeps in attributes for later calls of its own (the node that made the
+            tensor, the one that reads it, shape and dtype), each with the cuts that it forbids.
     """
 
     def __init__(
@@ -185,7 +174,7 @@ class HiddenTensors:
         self._state = state
         self._calls = calls
         self._written: dict[int, tuple[Tensor, Node]] = {}  # written to without being arguments, and the writer
-        self.own: dict[str, list[tuple[_TensorRead, Pin]]] = defaultdict(list)
+        self.own: dict[str, list[tuple[tuple[Any, ...], Pin]]] = defaultdict(list)
         self._carried: set[str] = set()  # units that read tensors of the previous run
         self._earlier: Provenance | None = None
         self._before: dict[str, dict[tuple[str, str], Any]] = {}  # numbers in units' attributes after the previous run
@@ -233,7 +222,7 @@ class HiddenTensors:
                 draws = any(is_within(path, unit) for path in self._calls.host_drawing)
                 if draws or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
-                    read = _TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
+                    read = birth, len(nodes), tensor.shape, tensor.dtype
                     self.own[unit].append((read, (birth + 1, end, reason)))
                 continue
             if maker.kind == "call":

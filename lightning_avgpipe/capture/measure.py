@@ -201,32 +201,21 @@ class _Timer(StepTracer):
             )
         self._position += 1
         self._bar.update()
-        is_free = not (node.writes or node.states)
-        if not is_transforming() and (node.kind == "call" or (node.kind == "glue" and is_free)):
+        # Glue that writes may write to a view of anything, so it cannot run on a copy first. Within a transform of
+        # torch.func, or for a checkpointed region, gradients cannot be computed alone. Then the backward is estimated.
+        is_free = node.kind == "glue" and not (node.writes or node.states)
+        measurable = not is_transforming() and (node.kind == "call" or is_free)
+        if measurable:
             self._measure(operation, node)
-            tensors, objects = operation.with_objects(node)
-            with SavedHooks(_drop, _dropped):
-                result = operation.run(*operation.args, **operation.kwargs)
-            given = self._trial.given(result, objects)
-        else:
-            tensors = operation.tensors
-            result, given = self._estimated(node, lambda: operation.run(*operation.args, **operation.kwargs))
+        tensors, objects = operation.with_objects(node)
+        with SavedHooks(_drop, _dropped):
+            result, seconds = self._trial.timed(lambda: operation.run(*operation.args, **operation.kwargs))
+        given = self._trial.given(result, objects)
+        if not measurable:
+            backward_s = seconds * (REGION_BACKWARD if node.kind == "region" else 1.0)
+            self._trial.add(node, Sample(seconds, backward_s if any(t.requires_grad for t in given) else 0.0))
         self._remember(node, given, tensors)
         return result
-
-    def _estimated(self, node: Node, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """Run a node and measure its forward only; return its result and tensors.
-
-        Glue that writes may write to a view of anything, so it cannot run on a copy first. For a checkpointed region,
-        or within a transform of torch.func, gradients cannot be computed alone. The backward is estimated.
-        """
-        with SavedHooks(_drop, _dropped):
-            result, seconds = self._trial.timed(run)
-        given, is_region = tree.tensors(result), node.kind == "region"
-        trains = any(t.requires_grad for t in given)
-        factor = REGION_BACKWARD if is_region else 1.0
-        self._trial.add(node, Sample(seconds, factor * seconds if trains else 0.0))
-        return result, given
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for leaf, value in zip(given, node.outputs, strict=True):

@@ -150,13 +150,13 @@ class NamedState(Writes):
     def of(self, path: str) -> StateCopies:
         """Return the present state of a submodule's parameters and buffers, for a later comparison."""
         module = self._module.get_submodule(path)
-        with untraced():  # reading the data must not fetch absent weights
-            state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
-        return state + [(joined(path, name), b, b.detach().clone()) for name, b in module.named_buffers()]
+        parameters = {self._owned[id(p)]: p for p in module.parameters() if id(p) in self._owned}
+        return self.of_tensors(parameters | {joined(path, name): b for name, b in module.named_buffers()})
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> StateCopies:
         """Return the present state of these tensors, by full name, for a later comparison."""
-        return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
+        with untraced():  # reading the data must not fetch absent weights
+            return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
 
     def changed(self, state: StateCopies) -> list[str]:
         """Return the names of the tensors that have changed since ``state`` was taken."""
