@@ -101,8 +101,6 @@ class Effects:
         self.held = attributes_of(self._modules) | {("", name): variable for name, variable in named.items()}
         self.objects = Snapshot(self.held.values(), opaque=True)
         self._empty = frozenset(id(obj) for obj, items in self.objects.items() if isinstance(obj, ITEMS) and not items)
-        opaque = set(map(id, self.objects.opaque))
-        self._compared = self.objects.restricted_to(self.objects.indices.keys() - opaque)
         self._chosen = self.objects.restricted_to(
             {*mutable, *(id(one) for one in self.objects.opaque if is_generator(one))}
         )
@@ -163,7 +161,7 @@ class Effects:
         """
         if self._now()[0] >= self._next_look:
             self._next_look *= 2
-            self.mutable |= {id(obj) for obj, *_ in self._compared.modified()}
+            self.mutable |= self.found()
         self._look_at_objects()
         self.attributes.look()
 
