@@ -154,7 +154,7 @@ class Verifier:
             what = "hooks have changed something, or a scheduler that monitors a value has"
             level = logging.WARNING if self._asked and self._subject.compares else logging.INFO
             _log.log(level, "steps from number %d on are not compared: %s", self._wanted + 1, what)
-            self._end()
+            self._compare_so_far()
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
         """Return, on the process that compares, why the first steps cannot be compared; None if they can.
@@ -350,10 +350,7 @@ class Verifier:
         if self.active:
             self._between.after_step()
         self._collect()
-        if self.active:
-            self._compare_arrived(0.0)
-        else:
-            self._end()
+        self._compare_so_far()
 
     # -- the verdict ---------------------------------------------------------------------------------------------------
 
@@ -376,17 +373,16 @@ class Verifier:
             waiting.append(iteration)
         self._now = []
 
-    def _end(self) -> None:
-        """Finish after the last compared iteration; if the user has requested verification, wait for the comparison.
+    def _compare_so_far(self) -> None:
+        """Compare the results that have arrived; after the last iteration, all of them if verification was requested.
 
         Every process calls it.
         """
-        if not self._asked:
-            self._compare_arrived(0.0)
-            return
-        text = self._compare_arrived(None)
-        self.succeeded = True
-        self._done(text)
+        ends = self._asked and not self.active
+        text = self._compare_arrived(None if ends else 0.0)
+        if ends:
+            self.succeeded = True
+            self._done(text)
 
     def _wait(self) -> None:
         """Wait for the children: without limit if the user has requested verification, else while patience lasts."""
