@@ -117,9 +117,8 @@ class TurnsInbox:
         """Post the receives of the ``count`` messages of an iteration."""
         assert forward_to is None  # messages are forwarded only between stages without replicas
         self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
-        inboxes = {id(inbox): inbox for inbox in self._expected}
-        for number, messages in Counter(map(id, self._expected)).items():
-            inboxes[number].expect(messages, observers)
+        for inbox, messages in Counter(self._expected).items():
+            inbox.expect(messages, observers)
 
     def ready(self) -> bool:
         """Return whether the next message has arrived."""

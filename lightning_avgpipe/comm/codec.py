@@ -216,6 +216,15 @@ class Structure:
         """Return a message of this structure."""
         return Message(micro_batch, tuple(tensors), *self.rest)
 
+    def completed(self, partial: Message, flats: Sequence[Tensor]) -> Message:
+        """Return the message of a frame that has been read, completed by the packets that came after it."""
+        if not flats:
+            return partial
+        (_, packets), tensors = self.packets, list(partial.tensors)
+        for packet, flat in zip(packets, flats, strict=True):
+            packet.unpack(flat, tensors)
+        return partial._replace(tensors=tuple(tensors))
+
     def bare(self, device: torch.device) -> list[Tensor | None]:
         """Return the message's list of tensors, with only those that have no elements filled in."""
         return [
@@ -317,65 +326,31 @@ def pickled(item: Any) -> bytes:
         raise UnsendableError(f"an object that must be sent to another process cannot be pickled: {error}") from error
 
 
-@dataclass(frozen=True)
-class DecodedFrame:
-    """The content of a frame that has been read.
+def bytes_after(frame: Tensor) -> int:
+    """Return how many bytes come after a received frame of :data:`CAPACITY` bytes."""
+    size: int = _PREFIX.unpack_from(frame.numpy().data)[0]
+    return max(0, size - CAPACITY)
 
-    Attributes:
-        route: route of the channel.
-        structure: structure of the message.
-        partial: message with the tensors that came in the frame.
+
+def read_frame(
+    frame: Tensor, rest: Tensor | None, known: ReceivedStructures, device: torch.device
+) -> tuple[Route, Structure, Message]:
+    """Read a frame, and return the channel, the structure, and the message with the tensors that came in the frame.
+
+    Args:
+        frame: frame as received, of :data:`CAPACITY` bytes.
+        rest: bytes that came after the frame; None if there are none.
+        known: numbered structures and channels of the connection.
+        device: device of tensors on this end.
     """
-
-    route: Route
-    structure: Structure
-    partial: Message
-
-    def message(self, flats: Sequence[Tensor]) -> Message:
-        """Return the message, completed by the packets that arrived."""
-        if not flats:
-            return self.partial
-        (_, packets), tensors = self.structure.packets, list(self.partial.tensors)
-        for packet, flat in zip(packets, flats, strict=True):
-            packet.unpack(flat, tensors)
-        return self.partial._replace(tensors=tuple(tensors))
-
-
-class FrameReader:
-    """A reader of frames at the receiving end of a wire.
-
-    Attributes:
-        usual: the latest structure that was repeated and has packets; None at first.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.usual: Structure | None = None
-        self._device = device
-        self._numbered = ReceivedStructures()
-
-    @staticmethod
-    def missing(frame: Tensor) -> int:
-        """Return how many bytes come after the frame."""
-        size: int = _PREFIX.unpack_from(frame.numpy().data)[0]
-        return max(0, size - CAPACITY)
-
-    def read(self, frame: Tensor, rest: Tensor | None) -> DecodedFrame:
-        """Read a frame.
-
-        Args:
-            frame: frame as received, of :data:`CAPACITY` bytes.
-            rest: bytes that came after the frame; None if there are none.
-        """
-        whole = frame if rest is None else torch.cat((frame, rest))
-        raw = whole.numpy()
-        _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
-        route, structure = self._numbered.find(number, channel, raw[_PREFIX.size : _PREFIX.size + length].data)
-        inner, following = structure.packets
-        tensors = structure.bare(self._device)
-        inner.unpack(whole[aligned(_PREFIX.size + length) :], tensors, copies=True)
-        if number >= 0 and following:
-            self.usual = structure
-        return DecodedFrame(route, structure, structure.message(micro_batch, tensors))
+    whole = frame if rest is None else torch.cat((frame, rest))
+    raw = whole.numpy()
+    _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
+    route, structure = known.find(number, channel, raw[_PREFIX.size : _PREFIX.size + length].data)
+    inner, _ = structure.packets
+    tensors = structure.bare(device)
+    inner.unpack(whole[aligned(_PREFIX.size + length) :], tensors, copies=True)
+    return route, structure, structure.message(micro_batch, tensors)
 
 
 def aligned(nbytes: int) -> int:

@@ -47,13 +47,14 @@ from lightning_avgpipe.comm.codec import (
     FRAMES,
     MOST_TAGS,
     REST,
-    DecodedFrame,
-    FrameReader,
     Head,
     Numbering,
     Packet,
+    ReceivedStructures,
     Structure,
+    bytes_after,
     frame_of,
+    read_frame,
 )
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
@@ -448,7 +449,8 @@ class Receiver:
         self.routes: set[Route] = set()
         self._inboxes: dict[Route, NetworkInbox] = {}  # including those of channels that are not open yet
         self._receiving: Route | None = None
-        self._reader = FrameReader(wire.device)
+        self._structures = ReceivedStructures()
+        self._usual: Structure | None = None  # the latest one that was repeated and has packets
         # frames that are awaited, each with its works, and the one whose message is being received; at most one for
         # each expected message
         self._frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
@@ -520,7 +522,7 @@ class Receiver:
             if self._closing:
                 return False
             frame, works = self._frames[0]
-        if (usual := self._reader.usual) and usual.tag not in self._posted and len(self._posted) < _MOST_POSTED:
+        if (usual := self._usual) and usual.tag not in self._posted and len(self._posted) < _MOST_POSTED:
             self._posted[usual.tag] = self._post(usual)
         self.wire.end(works)
         self._receive(frame)
@@ -529,42 +531,47 @@ class Receiver:
     def _receive(self, frame: Tensor) -> None:
         # a stack frame of its own, as in the sender: no local variable keeps a tensor of the message alive
         rest = None
-        if missing := self._reader.missing(frame):
+        if missing := bytes_after(frame):
             rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
             self.wire.end(self.wire.start_receive(rest, tag=REST))
-        opened = self._reader.read(frame, rest)
-        self._receiving, posted = opened.route, self._posted.pop(opened.structure.tag, None)
+        route, structure, partial = read_frame(frame, rest, self._structures, self.wire.device)
+        self._receiving, posted = route, self._posted.pop(structure.tag, None)
         if posted is None:  # not in advance
-            posted = self._post(opened.structure)
-        passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
+            posted = self._post(structure)
+        if posted and structure.number >= 0:
+            self._usual = structure
+        passes = posted and self.wire.port.is_host
+        passage = self._let_pass(route, structure, partial, posted) if passes else None
         try:
             flats = [self.wire.finish_receive(one, passage) for one in posted]
         except Exception as error:
             if passage is not None:
                 passage.arrived(error)
             raise
-        message, event = opened.message(flats), None
+        message, event = structure.completed(partial, flats), None
         if any(tensor is not None and not tensor.is_cpu for tensor in message.tensors):
             with self.wire.port.on_stream(self.wire.stream):
                 event = self.wire.port.event()
         with self._changed:
             self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
-            inbox = self._inbox(opened.route)
+            inbox = self._inbox(route)
             inbox.early.append((message, event, None))
             inbox.hand_in(self.wire.transfer_stream, passed=passage is not None)
             self.wire.arrivals.notify()
             self._await_frames()
 
-    def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
+    def _let_pass(
+        self, route: Route, structure: Structure, partial: Message, posted: Sequence[Posted]
+    ) -> Passage | None:
         """Start to forward a message while its packets arrive, if it is expected and its onward channel allows it."""
         with self._changed:
-            expected = self._inbox(opened.route).expected
+            expected = self._inbox(route).expected
             observers, forward_to = expected[0] if expected else ((), None)
         if forward_to is None or not forward_to.in_parts:
             return None
         flats = [one.flat for one in posted if one.flat is not None]
         passage = Passage()
-        forward_to.pass_on(opened.message(flats), passage, observers, flats)
+        forward_to.pass_on(structure.completed(partial, flats), passage, observers, flats)
         return passage
 
     def _inbox(self, route: Route) -> NetworkInbox:

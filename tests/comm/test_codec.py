@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Value
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, wire_bytes
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, Numbering, Packet, TensorForm, frame_of
+from lightning_avgpipe.comm.codec import (
+    CAPACITY,
+    Numbering,
+    Packet,
+    ReceivedStructures,
+    TensorForm,
+    bytes_after,
+    frame_of,
+    read_frame,
+)
 from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.utils.placeholder import Constant
@@ -31,20 +40,20 @@ class Line:
     """A writer, and the reader at the other end."""
 
     def __init__(self) -> None:
-        self.numbering, self.reader = Numbering(), FrameReader(torch.device("cpu"))
+        self.numbering, self.known = Numbering(), ReceivedStructures()
 
     def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Packet]]:
         """What arrives, bytes of the frame, and the packets after it."""
         head = self.numbering.head(route, message)
         frames, (_, packets) = frame_of(head, message), head.structure.packets
         frame = received(frames[0])
-        assert self.reader.missing(frame) == sum(part.numel() for part in frames[1:])
-        opened = self.reader.read(frame, frames[1] if len(frames) > 1 else None)
-        assert (opened.route, opened.structure.packets[1]) == (route, packets)
-        assert opened.structure.tag == head.structure.tag
+        assert bytes_after(frame) == sum(part.numel() for part in frames[1:])
+        rest = frames[1] if len(frames) > 1 else None
+        came_on, structure, partial = read_frame(frame, rest, self.known, torch.device("cpu"))
+        assert (came_on, structure.packets[1], structure.tag) == (route, packets, head.structure.tag)
         flats = [packet.packed(message) for packet in packets]
         assert [flat.numel() for flat in flats] == [packet.nbytes for packet in packets]
-        return opened.message(flats), sum(part.numel() for part in frames), list(packets)
+        return structure.completed(partial, flats), sum(part.numel() for part in frames), list(packets)
 
 
 TENSORS = (
