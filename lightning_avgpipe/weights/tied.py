@@ -135,7 +135,7 @@ class TiedParameters:
         together: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, stages in (self._copied | self._replicated if replicas else self._copied).items():
             together[stages].append(name)
-        sums: list[Callable[[], None]] = []
+        sums: list[tuple[list[nn.Parameter], Callable[[], _Gradients]]] = []
         between: list[str] = []
         found = GradientSum()
         for stages, names in together.items():
@@ -144,14 +144,18 @@ class TiedParameters:
             parties, what = subsets(self._cluster.stage_map, ranks), f"ranks {', '.join(map(str, ranks))}"
             group = self._cluster.connect(parties, what) if len(ranks) > 1 else None
             if self._cluster.rank in ranks:
-                between += [] if group is None else [", ".join(map(str, stages))]
+                parameters = [self._parameters[name] for name in names]
                 mine = [self._take(stage, names) for stage, rank in holders if rank == self._cluster.rank]
-                of_party = None if group is None else group.process_group
-                sums.append(partial(self._sum, found, holders, names, mine, of_party))
+                if group is None:
+                    sums.append((parameters, partial(_summed, mine)))
+                    continue
+                between.append(", ".join(map(str, stages)))
+                over = partial(self._summed_over, holders, mine, parameters, group.process_group)
+                sums.append((parameters, over))
 
         def run() -> None:  # one after the other, because two sums may have processes in common
-            for one in sums:
-                one()
+            for parameters, summed in sums:
+                found.sums += zip(parameters, summed(), strict=True)
 
         if not between:
             run()
@@ -167,18 +171,6 @@ class TiedParameters:
         for name, stages in self._copied.items():
             if self._cluster.rank != self._cluster.stage_map.ranks(stages[0])[0]:
                 self._parameters[name].grad = None
-
-    def _sum(
-        self,
-        found: GradientSum,
-        holders: Sequence[tuple[int, int]],
-        names: Sequence[str],
-        mine: Sequence[_Gradients],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        parameters = [self._parameters[name] for name in names]
-        sums = _summed(mine) if group is None else self._summed_over(holders, mine, parameters, group)
-        found.sums += zip(parameters, sums, strict=True)
 
     def _take(self, stage: int, names: Sequence[str]) -> _Gradients:
         """Return and clear the gradients of a stage in this process."""
