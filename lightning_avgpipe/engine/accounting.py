@@ -183,18 +183,18 @@ class DeviceMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._memory = port_of(device).memory
-        self._memory.reset_peak()
-        self._base = self._highest = self._memory.allocated_bytes()
+        self._port = port_of(device)
+        self._port.reset_peak()
+        self._base = self._highest = self._port.allocated_bytes()
         self._own: dict[int, int] = defaultdict(int)  # bytes that each stage's actions have added so far
 
     def _now(self, stage: int) -> int:
         return self._own[stage]
 
     def _measured(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        before = self._memory.allocated_bytes()
+        before = self._port.allocated_bytes()
         output = do()
-        after = self._memory.allocated_bytes()
+        after = self._port.allocated_bytes()
         self._highest = max(self._highest, before, after)
         self._own[work.stage] += after - before
         return output
@@ -204,4 +204,4 @@ class DeviceMeter(Meter):
         total = sum(here.values())
         # memory in use before the iteration is divided among the stages in proportion to what they hold
         base = self._base * here[stage] // total if total else self._base // len(self._rows)
-        return base + holdings[stage].unallocated + top + self._memory.peak_bytes() - self._highest
+        return base + holdings[stage].unallocated + top + self._port.peak_bytes() - self._highest

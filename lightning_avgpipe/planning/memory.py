@@ -63,7 +63,7 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
         sharing: number of stages that share the device.
     """
     number = parse_limit(limit)
-    return number * port_of(device).memory.total_bytes() / sharing if number <= 1 else number
+    return number * port_of(device).total_bytes() / sharing if number <= 1 else number
 
 
 @dataclass(frozen=True)

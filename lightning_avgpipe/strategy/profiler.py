@@ -220,10 +220,10 @@ class Profiler:
 
     def _memory(self, setting: Setting) -> tuple[dict[int, StageMemory], float]:
         """Return the memory of each stage of this process, and the seconds of the optimizers' steps."""
-        memory, captured = port_of(self._cluster.device).memory, self._rehearsal.planned_microbatches
+        port, captured = port_of(self._cluster.device), self._rehearsal.planned_microbatches
         plan, trainer, stages = self._plan, self._rehearsal.trainer, self._cluster.stages
         module, num_teams = trainer.lightning_module, self._cluster.stage_map.num_teams
-        before = memory.allocated_bytes() if memory.is_counted else None
+        before = port.allocated_bytes() if port.counts_memory else None
         kept = self._rehearsal.kept(setting)
         self._tick()
         models: dict[int, ModelBytes] = {}
@@ -232,7 +232,7 @@ class Profiler:
             models.update(model_bytes(plan, stages, module, trainer.optimizers, captured, num_teams))
 
         step_s = self._rehearsal.step_s(measure)
-        context = memory.other_bytes() // len(stages)
+        context = port.other_bytes() // len(stages)
         held = sum(k.holding.total - k.holding.unallocated for k in kept.values()) if kept else 0
         # allocated memory that belongs to no stage is used with every setting
         other = max(0, before - held) // len(stages) if before is not None and kept else 0

@@ -217,7 +217,7 @@ class ScheduleControl:
             works: micro-batches of every pipeline; given where each pipeline has a model of its own.
         """
         device, module = self._cluster.device, self._module
-        if port_of(device).memory.is_counted:
+        if port_of(device).counts_memory:
             return DeviceMeter(device)
         if not plan.measured:
             return None

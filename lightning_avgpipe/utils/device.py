@@ -1,4 +1,4 @@
-"""Device ports, memory and clocks: one interface to the host and to accelerators, which work asynchronously."""
+"""Device ports and clocks: one interface to the host and to accelerators, which work asynchronously."""
 
 from __future__ import annotations
 
@@ -164,14 +164,13 @@ class DevicePort:
 
     Attributes:
         runs_ahead: whether calls return before their work is done.
-        memory: total and used memory of the device; in this class that of the host.
+        counts_memory: whether an allocator of torch counts allocations. If not, the memory is that of the host.
     """
 
-    runs_ahead = False
+    runs_ahead = counts_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.memory = DeviceMemory()
 
     @property
     def is_host(self) -> bool:
@@ -236,16 +235,43 @@ class DevicePort:
         computed = torch.get_num_threads() == 1 and (own_s > took_s / 2 or _waits() == waits)
         return result, own_s if computed else took_s
 
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def total_bytes(self) -> int:
+        """Return the bytes of memory in all."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_bytes(self) -> int:
+        """Return the bytes of memory that are free now, or all where the host does not report this."""
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        except ValueError:
+            return self.total_bytes()
+
+    def other_bytes(self) -> int:
+        """Return the bytes in use, except what this process's allocator has reserved; 0 where it is not counted."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that tensors of this process use now; 0 where it is not counted."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that tensors have used since the last :meth:`reset_peak`; 0 where it is not counted."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Reset the peak to what is used now."""
+
 
 class AcceleratorPort(DevicePort):
     """The port of a device with streams and an allocator, by torch's module for it, such as ``torch.cuda``."""
 
-    runs_ahead = True
+    runs_ahead = counts_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._torch: Any = torch.get_device_module(device)
-        self.memory = AllocatorMemory(device, self._torch)
 
     @property
     def name(self) -> str:
@@ -288,77 +314,26 @@ class AcceleratorPort(DevicePort):
         result = work()
         return result, seconds_between(begin, self.moment())
 
-
-class DeviceMemory:
-    """The memory of the host, for which torch does not count allocations.
-
-    Attributes:
-        is_counted: whether an allocator counts allocations.
-    """
-
-    is_counted = False
-
     def total_bytes(self) -> int:
-        """Return the total memory."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(self._torch.get_device_properties(self.device).total_memory)
 
     def free_bytes(self) -> int:
-        """Return the memory that is free now, or the total where the host does not report this."""
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        except ValueError:
-            return self.total_bytes()
+        return int(self._torch.mem_get_info(self.device)[0])
 
     def other_bytes(self) -> int:
-        """Return the used memory, except what this process's allocator has reserved; 0 where it is not counted."""
-        return 0
+        free, total = self._torch.mem_get_info(self.device)
+        return max(0, total - free - self._torch.memory_reserved(self.device))
 
     def allocated_bytes(self) -> int:
-        """Return the memory that tensors of this process use now; 0 where it is not counted."""
-        return 0
-
-    def peak_bytes(self) -> int:
-        """Return the peak memory of tensors since the last :meth:`reset_peak`; 0 where it is not counted."""
-        return 0
-
-    def reset_peak(self) -> None:
-        """Reset the peak to what is used now."""
-
-
-class AllocatorMemory(DeviceMemory):
-    """The memory of a device that has an allocator of torch.
-
-    Args:
-        device: device whose memory this is.
-        module: torch's module for the device, such as ``torch.cuda``.
-    """
-
-    is_counted = True
-
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self._device = device
-        self._torch = module
-
-    def total_bytes(self) -> int:
-        return int(self._torch.get_device_properties(self._device).total_memory)
-
-    def free_bytes(self) -> int:
-        return int(self._torch.mem_get_info(self._device)[0])
-
-    def other_bytes(self) -> int:
-        free, total = self._torch.mem_get_info(self._device)
-        return max(0, total - free - self._torch.memory_reserved(self._device))
-
-    def allocated_bytes(self) -> int:
-        return int(self._torch.memory_allocated(self._device))
+        return int(self._torch.memory_allocated(self.device))
 
     def peak_bytes(self) -> int:
         # includes memory (of messages) that was freed while other streams use it: it is not available yet either
-        found = self._torch.memory_stats(self._device).get("active_bytes.all.peak")
-        return int(self._torch.max_memory_allocated(self._device) if found is None else found)
+        found = self._torch.memory_stats(self.device).get("active_bytes.all.peak")
+        return int(self._torch.max_memory_allocated(self.device) if found is None else found)
 
     def reset_peak(self) -> None:
-        self._torch.reset_peak_memory_stats(self._device)
+        self._torch.reset_peak_memory_stats(self.device)
 
 
 class DeviceClock:

@@ -144,12 +144,12 @@ class Subject:
         """Return whether a child has memory for the activations of this number of micro-batches at once."""
         assert self.plan is not None
         stash = sum(stage.memory.stash for stage in self.plan.stages)  # at least that of one micro-batch
-        return number * stash <= port_of(self.cluster.device).memory.free_bytes()
+        return number * stash <= port_of(self.cluster.device).free_bytes()
 
     def _why_no_memory(self, copies: int) -> str | None:
         device = self.cluster.device
         size = sum(map(tensor_bytes, (*self.module.parameters(), *self.module.buffers())))
-        needed, free = copies * size, port_of(device).memory.free_bytes()
+        needed, free = copies * size, port_of(device).free_bytes()
         if needed <= free:
             return None
         return (

@@ -144,11 +144,11 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     port = AcceleratorPort(second)
     assert port.generators == (torch.default_generator, generator)
-    assert (port.memory.free_bytes(), port.memory.other_bytes()) == (30, 20)
+    assert (port.free_bytes(), port.other_bytes()) == (30, 20)
     module.memory_stats.return_value = {"active_bytes.all.peak": 70}
-    assert port.memory.peak_bytes() == 70
+    assert port.peak_bytes() == 70
     module.memory_stats.return_value = {}
-    assert port.memory.peak_bytes() == 60
+    assert port.peak_bytes() == 60
     assert seconds_between(port.moment(), port.moment()) == 0.25
     event.synchronize.assert_called_once_with()
     event.record.assert_called_with(module.current_stream.return_value)
@@ -165,7 +165,7 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
 @cuda
 def test_on_cuda_the_host_waits_for_events_only_when_it_reads_them() -> None:
     port = port_of(CUDA)
-    assert port.runs_ahead and port.memory.is_counted and not port.is_host
+    assert port.runs_ahead and port.counts_memory and not port.is_host
     port.enter_thread()
     x = torch.randn(512, 512, device=CUDA)
     begin = port.moment()
@@ -196,17 +196,17 @@ def test_on_cuda_a_stream_waits_for_an_event_of_another() -> None:
 @cuda
 def test_on_cuda_the_allocator_is_asked() -> None:
     port = port_of(CUDA)
-    port.memory.reset_peak()
-    before = port.memory.allocated_bytes()
+    port.reset_peak()
+    before = port.allocated_bytes()
     x = torch.empty(2**20, device=CUDA)
-    assert port.memory.allocated_bytes() - before == x.nbytes
+    assert port.allocated_bytes() - before == x.nbytes
     del x
-    assert port.memory.peak_bytes() - before == 2**22
-    assert 0 < port.memory.free_bytes() < port.memory.total_bytes()
-    assert port.memory.other_bytes() > 0
+    assert port.peak_bytes() - before == 2**22
+    assert 0 < port.free_bytes() < port.total_bytes()
+    assert port.other_bytes() > 0
     assert port.name == torch.cuda.get_device_name(CUDA)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        torch.empty(2 * port.memory.total_bytes(), dtype=torch.uint8, device=CUDA)
+        torch.empty(2 * port.total_bytes(), dtype=torch.uint8, device=CUDA)
     assert is_out_of_memory(error.value)
 
 

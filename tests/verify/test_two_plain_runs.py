@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import VerificationError
-from lightning_avgpipe.utils.device import DeviceMemory
+from lightning_avgpipe.utils.device import DevicePort
 from tests.models import MLP
 from tests.verify.test_verifier import Remembering, fit, logged, said
 
@@ -164,7 +164,7 @@ def test_without_memory_for_a_second_run_training_goes_on_and_is_told_why(
     monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     free = itertools.chain([1 << 40], itertools.repeat(100))
-    monkeypatch.setattr(DeviceMemory, "free_bytes", lambda memory: next(free))
+    monkeypatch.setattr(DevicePort, "free_bytes", lambda port: next(free))
     assert fit(Timed(), verify="auto").global_step == 4
     assert "the attribute of 'begun'" in logged.text and "a second plain run cannot be made" in logged.text
 

@@ -30,7 +30,7 @@ from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.strategy import commands
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.utils.device import DeviceMemory
+from lightning_avgpipe.utils.device import DevicePort
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import comparison
 from lightning_avgpipe.verify.__main__ import main
@@ -237,7 +237,7 @@ def test_a_step_finds_callbacks_and_the_plain_run_does_not_change_them(said: lis
 
 
 def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceMemory, "free_bytes", lambda memory: 100)
+    monkeypatch.setattr(DevicePort, "free_bytes", lambda port: 100)
     with pytest.raises(ConfigurationError, match="100 B are free on cpu"):
         fit(MLP())
 
