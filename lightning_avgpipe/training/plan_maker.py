@@ -70,33 +70,23 @@ class _Failed:
     reason: str
 
 
+@dataclass(eq=False)
 class PlanMaker:
     """A maker of plans for the processes of a cluster. Every process calls its methods, and gets the same results.
 
-    Args:
+    Attributes:
         module: module to divide.
         cluster: cluster with open channels.
-        planner: planner for the module.
+        planner: planner of the next plan.
         holdings: parameters, buffers and states of each process.
         optimizers: returns the current optimizers of the module.
-
-    Attributes:
-        planner: planner of the next plan.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        cluster: Cluster,
-        planner: Planner,
-        holdings: Holdings,
-        optimizers: Callable[[], Sequence[Optimizer]],
-    ) -> None:
-        self.planner = planner
-        self._module = module
-        self._cluster = cluster
-        self._holdings = holdings
-        self._optimizers = optimizers
+    module: nn.Module
+    cluster: Cluster
+    planner: Planner
+    holdings: Holdings
+    optimizers: Callable[[], Sequence[Optimizer]]
 
     def change(self, rolling: bool | None = None, **changes: Any) -> None:
         """Change attributes of the planner of the next plan, and whether its pipelines roll."""
@@ -127,12 +117,12 @@ class PlanMaker:
                 divides.
             divided: whether processes have given up parameters of other stages.
         """
-        planner, group = self.planner, self._cluster.group
-        with self._holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
-            planner.source.measure(self._cluster, None if divided else partial(self._seconds, examples))
+        planner, group = self.planner, self.cluster.group
+        with self.holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
+            planner.source.measure(self.cluster, None if divided else partial(self._seconds, examples))
             # rank 0 decides for all, because it measures
             asks = not planner.source.replicates and group.broadcast(planner.measures)
-            links = self._cluster.links(self._cluster.stage_map) if asks else ()
+            links = self.cluster.links(self.cluster.stage_map) if asks else ()
             conditions = replace(self._conditions(schedule, num_pipelines), links=links)
             units = () if before is None else before.graph.units
             return self._on_first(examples, lambda step: planner.plan(step, conditions, units))  # type: ignore[no-any-return]
@@ -142,12 +132,12 @@ class PlanMaker:
 
         The result is None if the step skips all examples.
         """
-        with self._holdings.whole_on_rank_zero(FEW_BYTES):  # small weights are fetched faster together than one by one
+        with self.holdings.whole_on_rank_zero(FEW_BYTES):  # small weights are fetched faster together than one by one
             return self._on_first(examples, lambda step: self.planner.capture_like(step, plan))  # type: ignore[no-any-return]
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
-        teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())
-        shared = self._cluster.group.world_size == 1 and not schedule.turns
+        teams, copies = self.cluster.stage_map.num_teams, state_copies(self.optimizers())
+        shared = self.cluster.group.world_size == 1 and not schedule.turns
         owners = (0,) * schedule.num_stages if shared else ()
         return Conditions(schedule, state_copies=copies, num_pipelines=num_pipelines, num_groups=teams, owners=owners)
 
@@ -176,7 +166,7 @@ class PlanMaker:
                 return _Failed(described(error))
 
         for step in examples.steps():
-            made = self._holdings.gather.on_rank_zero(partial(attempt, step))
+            made = self.holdings.gather.on_rank_zero(partial(attempt, step))
             if isinstance(made, _Failed):
                 raise MicroBatchError(made.reason) from cause
             if made is not None:
@@ -189,8 +179,8 @@ class PlanMaker:
         If that is impossible, this process calls it, and restores what has changed.
         """
         with untraced():  # see the parameters as they are: one that is fetched on demand claims to be here
-            absent = any(p.is_meta for p in self._module.parameters())
-        why = "weights are on other processes" if absent else why_no_fork(self._cluster.device)
+            absent = any(p.is_meta for p in self.module.parameters())
+        why = "weights are on other processes" if absent else why_no_fork(self.cluster.device)
         if why is None:
             samples = self.planner.costing.samples
 
@@ -212,6 +202,6 @@ class PlanMaker:
     def _seconds(self, examples: Examples) -> float:
         """Return the seconds of the step on this device, with the first example that is not skipped; 0 if all are."""
         for step in examples.steps():
-            with contextlib.suppress(SkippedStepError), self._cluster.watch.during("measures its device"):
+            with contextlib.suppress(SkippedStepError), self.cluster.watch.during("measures its device"):
                 return float(self._isolated(self.planner.seconds, step))
         return 0.0
