@@ -73,22 +73,18 @@ class Origin:
         for name in names:
             if name in found:
                 continue
-            parameter = self._module.get_parameter(name)
+            parameter, path = self._module.get_parameter(name), name.rpartition(".")[0]
             if self.only_examples and type(parameter) is nn.Parameter:  # subclasses have more than contents
                 found[name] = zeros_like(parameter, self._device)
-                continue
-            if name in self._loaded:
+            elif name in self._loaded:
                 found[name] = self._read(name, parameter)
-                continue
-            if name in self._notes:
-                note = self._notes[name]
+            elif (note := self._notes.get(name)) is not None:
                 found[name] = note.stored.read(note.key, parameter, self._device, example)
-                continue
-            path = name.rpartition(".")[0]
-            for leaf, tensor in self._initialised(path)._parameters.items():
-                full = joined(path, leaf)
-                if tensor is not None and full in names and full not in self._loaded and full not in self._notes:
-                    found[full] = tensor.detach()
+            else:
+                for leaf, tensor in self._initialised(path)._parameters.items():
+                    full = joined(path, leaf)
+                    if tensor is not None and full in names and full not in self._loaded and full not in self._notes:
+                        found[full] = tensor.detach()
         return found
 
     def forget_examples(self) -> None:
@@ -115,12 +111,10 @@ class Origin:
         helpless = {}
         for path, module in self._module.named_modules():
             absent = [joined(path, leaf) for leaf in self._absent(path, module)]
-            if not absent:
-                continue
-            self._check_not_lost(absent[0])
-            if self._ways(path, module):
-                continue
-            helpless[type(module).__name__] = absent[0]
+            if absent:
+                self._check_not_lost(absent[0])
+                if not self._ways(path, module):
+                    helpless[type(module).__name__] = absent[0]
         if helpless:
             found = "; ".join(f"{kind} (such as '{name}')" for kind, name in helpless.items())
             raise ConfigurationError(
