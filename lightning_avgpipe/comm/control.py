@@ -80,7 +80,8 @@ class ControlChannel:
             self._expects = True
 
     def has_news(self) -> bool:
-        """Return whether rank 0's next item has arrived, after :meth:`expect`; on rank 0 it is always True."""
+        """Return whether rank 0's next item has arrived, and :meth:`expect` it; on rank 0 it is always True."""
+        self.expect()
         return self._source is None or self._source.ready()
 
     def broadcast(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:

@@ -442,7 +442,6 @@ class PipelineLoop:
         # with stages that are shared, each process knows of its own micro-batches only
         shared = self.configuration.rolls and self.cluster.stage_map.stage_replicas
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
-            self.cluster.control.expect()
             self.order.run_until(self.cluster.control.has_news)
             skipped = self.cluster.control.broadcast(skipped)
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)

@@ -177,7 +177,6 @@ class PipelineRun:
         """Send rank 0's metrics to all processes. A process that waits for them runs actions that are ready."""
         connector = self.context.trainer._logger_connector
         assert isinstance(connector, SyncedLoggerConnector)
-        self.cluster.control.expect()
         self.loop.order.run_until(self.cluster.control.has_news)
         connector.sync()
 
@@ -313,7 +312,6 @@ class PipelineOptimization(_AutomaticOptimization):
                 stops = self.trainer.should_stop  # the step may have set it
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
             others = dict(result) if "outputs" in self._loop.arguments_used_at_batch_end[STEP] else {}
-            cluster.control.expect()  # again: a message within the iteration may have used the receive posted above
             self._loop.order.run_until(cluster.control.has_news)
             # the news is common to all groups; results and the decision on the advance are those of each group
             news, (decided, others) = cluster.control.relay(news, (decided, others))
