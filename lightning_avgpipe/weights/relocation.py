@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.codec import Packet, TensorForm, aligned
+from lightning_avgpipe.comm.codec import Packet, TensorForm
 from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message, pack, unpack
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.weights.ownership import Owners, fill_parameter, give_up
 
 T = TypeVar("T")
@@ -35,23 +37,20 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Arrival:
-    """The data received for a name: a tree of tensors, which stay on the host until :meth:`on` is called.
+    """The data received for a name, whose tensors stay on the host until :meth:`on` is called.
 
     Attributes:
-        message: message with the tensors of the tree.
-        forms: forms of these tensors at the sender.
+        item: tree of tensors and other leaves.
+        on_host: for each tensor of the tree, whether it was on the host at the sender.
     """
 
-    message: Message
-    forms: tuple[TensorForm, ...]
+    item: Any
+    on_host: Sequence[bool]
 
     def on(self, device: torch.device) -> Any:
         """Return the tree. Tensors that were on a device at the sender move to ``device``, others stay on the host."""
-        placed = tuple(
-            tensor if tensor is None or form.on_host else tensor.to(device)
-            for tensor, form in zip(self.message.tensors, self.forms, strict=True)
-        )
-        return unpack(Message(0, placed, (), self.message.descriptions))
+        stays = iter(self.on_host)
+        return tree.map_tensors(lambda tensor: tensor if next(stays) else tensor.to(device), self.item)
 
 
 @dataclass(frozen=True)
@@ -185,52 +184,42 @@ class Lending:
         return gather(self._processes, own, {name: self.held[name] for name in names}, self._device)
 
 
-_Packed = tuple[str, Message, tuple[TensorForm, ...]]
-
-
-def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> Iterator[list[_Packed]]:
-    """Yield buckets of successive names, each with at most ``limit`` bytes of tensors or one name."""
-    bucket: list[_Packed] = []
+def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> Iterator[dict[str, Any]]:
+    """Yield buckets of the data of successive names, each with at most ``limit`` bytes of tensors or one name."""
+    bucket: dict[str, Any] = {}
     nbytes = 0
     for name in names:
-        message = pack(held(name))
-        forms = tuple(TensorForm.of(tensor) for tensor in message.tensors if tensor is not None)
-        size = sum(aligned(form.nbytes) for form in forms)
+        item = held(name)
+        size = sum(map(tensor_bytes, tree.tensors(item)))
         if bucket and nbytes + size > limit:
             yield bucket
-            bucket, nbytes = [], 0
-        bucket.append((name, message, forms))
+            bucket, nbytes = {}, 0
+        bucket[name] = item
         nbytes += size
     if bucket:
         yield bucket
 
 
-def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
+def _send(target: Peer, bucket: Mapping[str, Any]) -> None:
     """Send a bucket: first its description, then the bytes of all tensors in one piece."""
-    target.send_object([(name, message.descriptions, forms) for name, message, forms in bucket])
-    packet = _packet(forms for _, _, forms in bucket)
+    message = pack(bucket)
+    tensors = [tensor for tensor in message.tensors if tensor is not None]
+    forms, on_host = [*map(TensorForm.of, tensors)], [tensor.is_cpu for tensor in tree.tensors(bucket)]
+    target.send_object((message.descriptions, forms, on_host))
+    packet = Packet.of([*enumerate(forms)], on_host=True)
     if packet.nbytes:
-        tensors = (tensor for _, message, _ in bucket for tensor in message.tensors)
-        target.send(packet.packed(Message(0, tuple(t.cpu() for t in tensors if t is not None))))
+        target.send(packet.packed(Message(0, tuple(tensor.cpu() for tensor in tensors))))
 
 
 def _receive(source: Peer) -> dict[str, Arrival]:
-    described = source.receive_object()
-    packet = _packet(forms for _, _, forms in described)
-    tensors: list[Tensor | None] = [None] * len(packet.places)
+    descriptions, forms, on_host = source.receive_object()
+    packet = Packet.of([*enumerate(forms)], on_host=True)
+    tensors: list[Tensor | None] = [None] * len(forms)
     content = torch.empty(packet.nbytes, dtype=torch.uint8, device="cpu")
     # each tensor is copied unless it came alone, since a view would keep the whole bucket alive
     packet.unpack(source.receive(content) if packet.nbytes else content, tensors, copies=len(tensors) > 1)
-    arrived = iter(tensors)
-    return {
-        name: Arrival(Message(0, tuple(itertools.islice(arrived, len(forms))), (), entries), forms)
-        for name, entries, forms in described
-    }
-
-
-def _packet(forms: Iterable[tuple[TensorForm, ...]]) -> Packet:
-    """Return the packet in which all tensors of a bucket travel."""
-    return Packet.of([*enumerate(itertools.chain.from_iterable(forms))], on_host=True)
+    bucket, stays = unpack(Message(0, tuple(tensors), (), descriptions)), iter(on_host)
+    return {name: Arrival(item, [next(stays) for _ in tree.tensors(item)]) for name, item in bucket.items()}
 
 
 # -- the data of a parameter or buffer, which moves with its name ------------------------------------------------------
