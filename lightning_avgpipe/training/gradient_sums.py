@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -63,13 +64,7 @@ class _Bucket:
     """Parameters whose gradients are summed as one message."""
 
     parameters: Sequence[nn.Parameter]
-    missing: set[int]  # positions of parameters whose gradient of the last backward has not arrived
-    sent: Sequence[_Sent] = ()
-    end: Callable[[], None] | None = None
-
-    def begin(self, replicas: TensorCollectives) -> None:
-        self.sent = [_Sent.of(parameter) for parameter in self.parameters]
-        self.end = replicas.begin_sum([sent.gradient for sent in self.sent])
+    missing: set[int]  # the id of each parameter whose gradient of the last backward has not arrived
 
 
 class GradientSums(Observer):
@@ -90,7 +85,8 @@ class GradientSums(Observer):
         self._bucket_names: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
         self._names: Sequence[str] = ()  # of all parameters when the buckets were made
         self._buckets: Sequence[_Bucket] = ()
-        self._begun = 0
+        self._early: dict[int, _Sent] = {}  # by the id of the parameter, the gradients whose sums have started
+        self._ends: list[Callable[[], None]] = []  # of the buckets whose sums have started, in their order
         self._last: Mapping[int, Action] = {}
 
     def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
@@ -102,8 +98,9 @@ class GradientSums(Observer):
             rows: actions of each stage on this process.
         """
         known = self._bucket_names if tuple(named) == self._names else ()
-        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in known]
-        self._begun = 0
+        divided = [[named[name] for name in names] for names in known]
+        self._buckets = [_Bucket(parameters, set(map(id, parameters))) for parameters in divided]
+        self._early, self._ends = {}, []
         self._last = {}
         for stage, row in rows.items():
             if ends := [action for action in row if action.kind.stash < 0]:
@@ -115,28 +112,25 @@ class GradientSums(Observer):
             return do()
         with contextlib.ExitStack() as listening:
             for bucket in self._buckets:
-                for i, parameter in enumerate(bucket.parameters):
-                    if i in bucket.missing and parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, i))
+                for parameter in bucket.parameters:
+                    if id(parameter) in bucket.missing and parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
                         listening.callback(hook.remove)
             return do()
 
-    def _arrival(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            bucket.missing.discard(i)
-            if not bucket.missing and bucket.end is None:
-                self._begin_complete()
-
-        return arrived
+    def _arrived(self, bucket: _Bucket, parameter: Tensor) -> None:
+        bucket.missing.discard(id(parameter))
+        if not bucket.missing:
+            self._begin_complete()
 
     @torch.no_grad()
     def _begin_complete(self, every: bool = False) -> None:
-        while self._begun < len(self._buckets):
-            bucket = self._buckets[self._begun]
+        for bucket in self._buckets[len(self._ends) :]:
             if bucket.missing and not every:
                 return
-            self._begun += 1
-            bucket.begin(self.replicas)
+            sent = {id(parameter): _Sent.of(parameter) for parameter in bucket.parameters}
+            self._early |= sent
+            self._ends.append(self.replicas.begin_sum([each.gradient for each in sent.values()]))
 
     def agree(self, processes: Collectives) -> None:
         """Start the remaining sums at the end of an iteration, before any other collective of the replicas."""
@@ -155,9 +149,8 @@ class GradientSums(Observer):
         Returns:
             The sum of votes.
         """
-        parameters, buckets = list(named.values()), self._buckets
-        self._buckets = ()
-        early = {id(p): sent for bucket in buckets for p, sent in zip(bucket.parameters, bucket.sent, strict=True)}
+        parameters, early, ends = list(named.values()), self._early, self._ends
+        self._buckets, self._early, self._ends = (), {}, []
         kinds = _kinds(parameters, early)
         together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
         dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
@@ -166,9 +159,8 @@ class GradientSums(Observer):
             if is_dense:
                 gradient = parameter.grad = _dense_gradient(parameter, early.get(id(parameter)), is_late)
                 rest += [gradient] if is_late else []
-        for bucket in buckets:
-            assert bucket.end is not None
-            bucket.end()
+        for end in ends:
+            end()
         self.replicas.sum(rest)
         for parameter, is_dense, is_sparse in zip(parameters, dense, sparse, strict=True):
             if is_sparse and not is_dense:
