@@ -137,8 +137,7 @@ class _Lent(TorchFunctionMode):
         self._absent = absent
         self._fetch = fetch
         self._device = device
-        self._last: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._last: dict[str, tuple[Tensor, int]] = {}  # contents that were fetched last, and their versions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,10 +170,9 @@ class _Lent(TorchFunctionMode):
             self.clear()
             # fetching and initialisation are not part of the step
             with _disable_current_modes(), torch.inference_mode(False):
-                self._last = self._fetch(name)
-            self._versions = {name: version_of(tensor) for name, tensor in self._last.items()}
+                self._last = {one: (tensor, version_of(tensor)) for one, tensor in self._fetch(name).items()}
         with _disable_current_modes():
-            return lent(self._last[name].detach())
+            return lent(self._last[name][0].detach())
 
     def clear(self) -> None:
         """Drop the contents that were fetched last.
@@ -183,8 +181,8 @@ class _Lent(TorchFunctionMode):
             CaptureError: the step has changed them.
         """
         last, self._last = self._last, {}
-        for name, tensor in last.items():
-            if version_of(tensor) != self._versions[name]:
+        for name, (tensor, version) in last.items():
+            if version_of(tensor) != version:
                 raise _changed(name)
 
     @staticmethod
