@@ -19,7 +19,7 @@ from lightning_avgpipe.strategy.options import MEMORY, Options
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.systems.freezing.halving import Halving, check_sharing
-from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, StageOutputs
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputs, KeptOutputsSource
 from lightning_avgpipe.systems.freezing.order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
 from lightning_avgpipe.utils.allowed import Count, check, choice, flag, has_options, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
@@ -146,7 +146,7 @@ class AdaptiveFreezing(Callback):
             self._check_replanning(run)
             if self.cache is not None:
                 limit = limit_of(self.cache, torch.device("cpu"), 1)
-                run.deployment.pipeline.shortcut = partial(StageOutputs, limit)
+                run.deployment.pipeline.shortcut = partial(KeptOutputs, limit)
                 run.deployment.plan_by(KeptOutputsSource())
             if self.freed is not None:
                 self._check_freed(trainer, run)
@@ -162,34 +162,29 @@ class AdaptiveFreezing(Callback):
             check_sharing_later(run.configuration.options, run.cluster.stage_map)
 
     def _check_replanning(self, run: PipelineRun) -> None:
-        options = run.configuration.options
+        options, stage_map = run.configuration.options, run.cluster.stage_map
         asked = {"cache": self.cache, "freed": self.freed, "replan": self.replan}
         name, value = next((name, value) for name, value in asked.items() if value)
-        if options.split_points is not None:
-            raise ConfigurationError(
-                f"AdaptiveFreezing({name}={value!r}) plans the stages again, but split_points="
-                f"{list(options.split_points)} say where they begin; remove one of the two"
-            )
-        if options.shard is not None:
-            raise ConfigurationError(
-                f"AdaptiveFreezing({name}={value!r}) moves stages, but shard='optimizer' keeps optimizer states where "
-                "they are; remove one of the two"
-            )
         against = {
-            f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
-            f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
-            "replicas, which see parts of the data": options.has_replicas(run.cluster.stage_map.replicas),
-            f"freed={self.freed!r}, which makes replicas": self.freed is not None,
-            "Averaging(rolling=True)": options.averaging.rolling is True,
-            f"weight_policy={options.weight_policy!r}": not options.policy.drains,
-            "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
+            "stages will begin elsewhere": {f"split_points={options.split_points}": options.split_points is not None},
+            "stages move, but optimizer states stay": {f"shard={options.shard!r}": options.shard is not None},
         }
-        for what, found in against.items():
-            if self.cache is not None and found:
-                raise ConfigurationError(
-                    f"AdaptiveFreezing(cache={self.cache!r}) with {what}: kept outputs are those of one "
-                    "model, and the first trained stage begins with them; remove one of the two"
-                )
+        if self.cache is not None:
+            against["kept outputs are those of one model, and the first trained stage begins with them"] = {
+                f"num_pipelines={options.num_pipelines}": options.num_pipelines > 1,
+                f"{stage_map.num_teams} groups": stage_map.num_teams > 1,
+                "replicas": options.has_replicas(stage_map.replicas),
+                f"freed={self.freed!r}": self.freed is not None,
+                "Averaging(rolling=True)": options.averaging.rolling is True,
+                f"weight_policy={options.weight_policy!r}": not options.policy.drains,
+                "recompute=True": options.recompute is True,
+            }
+        for why, refused in against.items():
+            for what, found in refused.items():
+                if found:
+                    raise ConfigurationError(
+                        f"AdaptiveFreezing({name}={value!r}) with {what}: {why}; remove one of the two"
+                    )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze the layers that were frozen according to the checkpoint."""

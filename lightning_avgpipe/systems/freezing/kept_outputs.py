@@ -96,49 +96,49 @@ class _Sample(NamedTuple):
     rows: list[Tensor | None]
 
 
-@dataclass
-class _Epoch:
-    """Counts of an epoch: samples kept when it began, samples seen, and samples seen that were kept."""
-
-    expected: int = 0
-    seen: int = 0
-    known: int = 0
-
-
-class OutputStore:
-    """The outputs of frozen layers that one process keeps.
+class KeptOutputs:
+    """The outputs of frozen layers that one process keeps: the shortcut of a step, the same on every process.
 
     Args:
         limit: bytes on the host. When they are used up, no further samples are kept.
         position: number of leading nodes that are frozen.
+        cluster: cluster of the process.
+        graph: call graph of the step.
+        trained: record of the parameters that are trained now.
+        stage: first stage that trains, whose process keeps the outputs.
 
     Attributes:
         position: as given.
+        stage: as given.
         why_not: reason why nothing is kept; "" if outputs are kept.
     """
 
-    def __init__(self, limit: float, position: int) -> None:
-        self.position = position
+    def __init__(
+        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, trained: TrainedParameters, stage: int
+    ) -> None:
+        self.position, self.stage = position, stage
         self.why_not = ""
         self._left = limit
+        self._cluster, self._graph, self._trained = cluster, graph, trained
         self._samples: dict[_Key, _Sample] = {}
         self._forms: dict[tuple[int, tuple[TensorForm, ...]], _Form] = {}
         self._keys: dict[int, list[_Key]] = {}  # by micro-batch of this iteration
         self._is_due = True  # whether outputs must be compared before any are read in this epoch
         self._is_used = False
-        self._epoch = _Epoch()
+        self._expected = 0  # samples that were kept when the epoch began
+        self._seen = self._hits = 0  # samples in the epoch so far, and those of them that were kept
 
     def begin_epoch(self) -> None:
         """Begin an epoch: require a new comparison, and stop keeping if most samples of the last epoch were new."""
-        seen, known = self._epoch.seen, self._epoch.known
-        if known < _FEWEST_HITS * min(seen, self._epoch.expected):
+        seen, hits = self._seen, self._hits
+        if hits < _FEWEST_HITS * min(seen, self._expected):
             self.stop(
-                f"of {seen} samples of an epoch {known} had come before: the dataloader augments at random or has new "
+                f"of {seen} samples of an epoch {hits} had come before: the dataloader augments at random or has new "
                 "samples in each epoch"
             )
         elif seen:
-            _log.info("of %d samples of the last epoch outputs of frozen layers were kept for %d", seen, known)
-        self._is_due, self._epoch = True, _Epoch(len(self._samples))
+            _log.info("of %d samples of the last epoch outputs of frozen layers were kept for %d", seen, hits)
+        self._is_due, self._expected, self._seen, self._hits = True, len(self._samples), 0, 0
 
     def stop(self, why: str) -> None:
         """Forget all outputs, and keep none until the next plan."""
@@ -146,6 +146,37 @@ class OutputStore:
             _log.warning("outputs of frozen layers are not kept: %s", why)
         self.why_not = why
         self._samples, self._forms, self._keys = {}, {}, {}
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The names of the tensors of a batch that the frozen layers read."""
+        return frozenset(leaf.name for leaf in self._graph.needed_leaves(0, self.position))
+
+    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
+        """Return the micro-batches of an iteration whose outputs are kept. Every process calls it.
+
+        Args:
+            samples: data and number of samples, by micro-batch.
+            schedule: schedule of the iteration.
+            num_pipelines: number of pipelines that train in it.
+        """
+        if num_pipelines > 1:
+            self.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
+            return frozenset()
+        why, found, owner = self._why_none(schedule), frozenset[int](), self._cluster.stage_map.owner(self.stage)
+        if self._cluster.rank == owner:
+            if why:
+                self.stop(why)
+            there = {} if why or _lacks(samples, self.leaves) else dict(enumerate(samples))
+            found = self.look_up({i: digests(*sample, self.leaves) for i, sample in there.items()})
+        return found if why else self._cluster.group.broadcast(found, owner)
+
+    def _why_none(self, schedule: Schedule) -> str:
+        if not self._trained.names <= self._graph.trained:
+            return "layers train that were frozen when the stages were planned"
+        if num_forward_only(schedule) != self.stage:
+            return f"stage {self.stage}, which would keep them, is not the first that trains"
+        return f"stages of one process take turns in schedule={schedule.name!r}" if schedule.turns else ""
 
     def look_up(self, samples: Mapping[int, Sequence[bytes]]) -> frozenset[int]:
         """Begin an iteration, and find out for which of its micro-batches outputs are kept.
@@ -159,8 +190,8 @@ class OutputStore:
         begins = set[int]()
         for i, keys in self._keys.items():
             there = [self._samples[key] for key in keys if key in self._samples]
-            self._epoch.seen += len(keys)
-            self._epoch.known += len(there)
+            self._seen += len(keys)
+            self._hits += len(there)
             if len(there) == len(keys) and all(sample.form is there[0].form for sample in there):
                 begins.add(i)
         found = frozenset[int]() if self._is_due else frozenset(begins)
@@ -233,62 +264,6 @@ class OutputStore:
         if self._is_used:
             raise VerificationError(f"{found}. Kept outputs of frozen layers are used by now; train without the cache")
         self.stop(found)
-
-
-class StageOutputs(OutputStore):
-    """The outputs of frozen layers in a pipeline: the shortcut of a step, the same on every process.
-
-    Args:
-        limit: bytes on the host.
-        position: number of leading nodes that are frozen.
-        cluster: cluster of the process.
-        graph: call graph of the step.
-        trained: record of the parameters that are trained now.
-        stage: first stage that trains, whose process keeps the outputs.
-
-    Attributes:
-        stage: as given.
-    """
-
-    def __init__(
-        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, trained: TrainedParameters, stage: int
-    ) -> None:
-        super().__init__(limit, position)
-        self.stage = stage
-        self._cluster = cluster
-        self._graph = graph
-        self._trained = trained
-
-    @property
-    def leaves(self) -> frozenset[str]:
-        """The names of the tensors of a batch that the frozen layers read."""
-        return frozenset(leaf.name for leaf in self._graph.needed_leaves(0, self.position))
-
-    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
-        """Return the micro-batches of an iteration whose outputs are kept. Every process calls it.
-
-        Args:
-            samples: data and number of samples, by micro-batch.
-            schedule: schedule of the iteration.
-            num_pipelines: number of pipelines that train in it.
-        """
-        if num_pipelines > 1:
-            self.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
-            return frozenset()
-        why, found, owner = self._why_none(schedule), frozenset[int](), self._cluster.stage_map.owner(self.stage)
-        if self._cluster.rank == owner:
-            if why:
-                self.stop(why)
-            there = {} if why or _lacks(samples, self.leaves) else dict(enumerate(samples))
-            found = self.look_up({i: digests(*sample, self.leaves) for i, sample in there.items()})
-        return found if why else self._cluster.group.broadcast(found, owner)
-
-    def _why_none(self, schedule: Schedule) -> str:
-        if not self._trained.names <= self._graph.trained:
-            return "layers train that were frozen when the stages were planned"
-        if num_forward_only(schedule) != self.stage:
-            return f"stage {self.stage}, which would keep them, is not the first that trains"
-        return f"stages of one process take turns in schedule={schedule.name!r}" if schedule.turns else ""
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
