@@ -24,7 +24,8 @@ in the next averaging, so that no update is lost or counts twice::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -196,28 +197,23 @@ class AveragingStep:
         return count / (int(self._active) or count)
 
 
+@dataclass(eq=False)
 class _Part:
     """A part of the tensors of all models and of the reference.
 
-    Args:
+    Attributes:
         models: tensors of each model.
         centres: tensors of the reference.
         sums: ``sum_n (y_n - z)``; None: it is computed when it is needed.
         sent: ``y_n`` of each model, if the models have gone on; else empty.
+        arrive: waits for the sum over the groups.
     """
 
-    def __init__(
-        self,
-        models: Sequence[list[Tensor]],
-        centres: list[Tensor],
-        sums: list[Tensor] | None = None,
-        sent: Sequence[list[Tensor]] = (),
-    ) -> None:
-        self.models = models
-        self.centres = centres
-        self.sums = sums
-        self.arrive = noop
-        self._sent = sent
+    models: Sequence[list[Tensor]]
+    centres: list[Tensor]
+    sums: list[Tensor] | None = None
+    sent: Sequence[list[Tensor]] = ()
+    arrive: Callable[[], None] = noop
 
     def begun(
         self, averaging_group: TensorCollectives | None, names: Sequence[str], rounding: Rounding | None
@@ -240,7 +236,7 @@ class _Part:
 
     def pulled(self, mean: Sequence[Tensor], alpha: float) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Yield each model with ``ybar + (1 - alpha) * (y_n - ybar) + (w_n - y_n)``, in at least single precision."""
-        for model, sent in zip(self.models, self._sent or self.models, strict=True):
+        for model, sent in zip(self.models, self.sent or self.models, strict=True):
             diluted = list(torch._foreach_lerp(wide(sent), list(mean), alpha))
             if sent is not model:
                 torch._foreach_add_(diluted, torch._foreach_sub(wide(model), wide(sent)))

@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightning_avgpipe.errors import DeadlockError
 from lightning_avgpipe.schedule.actions import Action, Schedule
@@ -72,23 +73,20 @@ def play(
     return player
 
 
+@dataclass(slots=True, eq=False)
 class PlayedLink:
     """A link, one direction of a hop, that carries one message after another.
 
-    Args:
+    Attributes:
         occupied_s: seconds for which a message occupies the link.
         latency_s: seconds from then until the message arrives.
-
-    Attributes:
         begins: for each message the time when it began to occupy the link, its pipeline and its micro-batch.
     """
 
-    __slots__ = ("_free", "begins", "latency_s", "occupied_s")
-
-    def __init__(self, occupied_s: float, latency_s: float) -> None:
-        self.occupied_s, self.latency_s = occupied_s, latency_s
-        self.begins: list[tuple[float, int, int]] = []
-        self._free = 0.0
+    occupied_s: float
+    latency_s: float
+    begins: list[tuple[float, int, int]] = field(default_factory=list)
+    _free: float = 0.0
 
     def send(self, now: float, pipeline: int, micro_batch: int, until: float = 0.0) -> float:
         """Send a message, and return when it arrives.
@@ -105,10 +103,11 @@ class PlayedLink:
         return self._free + self.latency_s
 
 
+@dataclass(slots=True, eq=False)
 class PlayedLane:
     """One stage of one pipeline, or a replica of it.
 
-    Args:
+    Attributes:
         row: actions of the lane.
         length: number of actions of one iteration.
         pipeline: number of the pipeline.
@@ -118,8 +117,6 @@ class PlayedLane:
             their input is there.
         pieces: parts of an action of each kind; a single part unless lanes run side by side.
         turns: stages in the order in which they take turns on the device; None: the lane takes no turns.
-
-    Attributes:
         waits: kind -> direction of the message that an action of this kind waits for.
         receivers: kind -> lanes that receive the messages of its actions in turns, each with the link to it.
         relay: lane to which activations are relayed, the link to it, and the number of segments; None: no relay.
@@ -130,34 +127,27 @@ class PlayedLane:
         spans: start and end times of the finished actions.
     """
 
-    __slots__ = (
-        "_arrivals", "_end", "begin_s", "device", "length", "pieces", "pipeline", "receivers", "relay", "replica",
-        "row", "spans", "stage", "turns", "updated", "updates", "waits",
-    )  # fmt: skip
+    row: Sequence[Action]
+    length: int
+    pipeline: int
+    stage: int
+    replica: int
+    device: Sharing | None
+    pieces: Mapping[Kind, Pieces]
+    turns: deque[int] | None
+    waits: dict[Kind, Direction] = field(default_factory=dict)
+    receivers: dict[Kind, list[tuple[PlayedLane, PlayedLink]]] = field(default_factory=dict)
+    relay: tuple[PlayedLane, PlayedLink, int] | None = None
+    updates: PlayedUpdates | None = None
+    updated: int = 0
+    begin_s: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    _arrivals: dict[tuple[Direction, int], float] = field(default_factory=dict)
+    _end: int = 0
 
-    def __init__(
-        self,
-        row: Sequence[Action],
-        length: int,
-        pipeline: int,
-        stage: int,
-        replica: int,
-        device: Sharing | None,
-        pieces: Mapping[Kind, Pieces],
-        turns: deque[int] | None,
-    ) -> None:
-        self.length, self.pipeline, self.stage, self.replica = length, pipeline, stage, replica
-        self.device, self.pieces, self.turns = device, pieces, turns
-        self.waits: dict[Kind, Direction] = {}
-        self.receivers: dict[Kind, list[tuple[PlayedLane, PlayedLink]]] = {}
-        self.relay: tuple[PlayedLane, PlayedLink, int] | None = None
-        self.updates: PlayedUpdates | None = None
-        self.updated = 0
-        self.begin_s = 0.0
-        self.spans: list[tuple[float, float]] = []
-        self._arrivals: dict[tuple[Direction, int], float] = {}
-        self.row, self._end, done = row, len(row), set()
-        for at, (kind, i) in enumerate(row):  # an action whose prerequisite on this stage comes later never runs
+    def __post_init__(self) -> None:
+        self._end, done = len(self.row), set()
+        for at, (kind, i) in enumerate(self.row):  # an action whose prerequisite here comes later never runs
             if any((needed, i) not in done for needed in kind.after):
                 self._end = at
                 break
@@ -190,34 +180,31 @@ class PlayedLane:
         return *urgency(self.action), self.pipeline, self.stage
 
 
+@dataclass(slots=True, eq=False)
 class PlayedUpdates:
     """The updates of the weights of a stage, which come one after the other in the order (iteration, pipeline).
 
-    Args:
+    Attributes:
         seconds: seconds of an update.
         lanes: lanes of the stage, by pipeline.
-
-    Attributes:
-        seconds: as given.
     """
 
-    __slots__ = ("_lanes", "_made", "_running", "seconds")
-
-    def __init__(self, seconds: float, lanes: Sequence[PlayedLane]) -> None:
-        self.seconds, self._lanes = seconds, lanes
-        self._made, self._running = 0, False
+    seconds: float
+    lanes: Sequence[PlayedLane]
+    _made: int = 0
+    _running: bool = False
 
     def begin(self) -> bool:
         """Begin the next update if its lane has ended the iteration and no other update runs; return whether it did."""
-        t, n = divmod(self._made, len(self._lanes))
-        lane = self._lanes[n]
+        t, n = divmod(self._made, len(self.lanes))
+        lane = self.lanes[n]
         begins = not self._running and len(lane.spans) >= (t + 1) * lane.length
         self._running = self._running or begins
         return begins
 
     def end(self) -> PlayedLane:
         """End the update that runs, and return its lane."""
-        lane = self._lanes[self._made % len(self._lanes)]
+        lane = self.lanes[self._made % len(self.lanes)]
         lane.updated += 1
         self._made, self._running = self._made + 1, False
         return lane
