@@ -268,9 +268,10 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
     units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind != "glue"]
     first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
-    count = ranges.memory.flights(k)
+    flow = ranges.memory.flow(k)
+    count = flow.in_flight
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
-    stashed = "the micro-batch that is being repeated" if ranges.memory.is_repeated(k) else flying
+    stashed = "the micro-batch that is being repeated" if flow.repeats else flying
     parts = {
         f"{nbytes(need.persistent)} of weights, gradients and optimizer states": need.persistent,
         f"{nbytes(need.stash)} stashed by {stashed}": need.stash,

@@ -67,6 +67,23 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
 
 
 @dataclass(frozen=True)
+class Flow:
+    """What a stage keeps at a time.
+
+    Attributes:
+        in_flight: largest number of micro-batches in flight, whose received values are kept.
+        stashed: largest number of micro-batches that are stashed.
+        repeats: whether the stage repeats its forwards. Then it has one stash at a time.
+        extra: number of weight versions besides the current one, or fraction of the sharded optimizer states.
+    """
+
+    in_flight: int = 1
+    stashed: int = 1
+    repeats: bool = False
+    extra: float = 0.0
+
+
+@dataclass(frozen=True)
 class Memory:
     """The sizes and limits of memory that a partition depends on.
 
@@ -75,16 +92,10 @@ class Memory:
         weights: full name of each parameter or buffer -> its bytes, which cross a link once per iteration if several
             stages use it; empty: this traffic is not counted.
         persistent: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
-        in_flight: largest number of micro-batches in flight on each stage, shape ``(K,)``; empty: one on every stage.
+        flows: what each stage keeps, shape ``(K,)``; empty: one micro-batch on every stage.
         num_microbatches: M, number of micro-batches, over which costs that arise once per iteration are spread.
-        repeats: whether each stage repeats its forwards, shape ``(K,)``. Such a stage has one stash at a time, and
-            keeps the values received for all micro-batches in flight. Empty: no stage repeats.
         extra_bytes: full name -> bytes of one further weight version, or of optimizer states that are sharded over
             processes.
-        extra_factors: number of further versions, or fraction of the sharded states, that each stage holds, shape
-            ``(K,)``; empty: none.
-        stashed: largest number of micro-batches that each stage has stashed at the same time, shape ``(K,)``; empty:
-            all that are in flight.
         double_stages: stages that also run the forwards of the stage before them.
         double_bytes: full name of each parameter or buffer -> bytes that the stages in ``double_stages`` hold for it,
             if the stage before uses it.
@@ -93,32 +104,15 @@ class Memory:
     limit: float = math.inf
     weights: Mapping[str, int] = field(default_factory=dict)
     persistent: Mapping[str, int] = field(default_factory=dict)
-    in_flight: tuple[int, ...] = ()
+    flows: tuple[Flow, ...] = ()
     num_microbatches: int = 1
-    repeats: tuple[bool, ...] = ()
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
-    extra_factors: tuple[float, ...] = ()
-    stashed: tuple[int, ...] = ()
     double_stages: frozenset[int] = frozenset()
     double_bytes: Mapping[str, int] = field(default_factory=dict)
 
-    def flights(self, stage: int) -> int:
-        """Return the number of micro-batches in flight on a stage."""
-        return self.in_flight[stage] if self.in_flight else 1
-
-    def extra_factor(self, stage: int) -> float:
-        """Return how many weight versions a stage holds besides the current one, or its fraction of sharded states."""
-        return self.extra_factors[stage] if self.extra_factors else 0
-
-    def stashes(self, stage: int) -> int:
-        """Return how many micro-batches a stage has stashed at the same time."""
-        if self.is_repeated(stage):
-            return 1
-        return self.stashed[stage] if self.stashed else self.flights(stage)
-
-    def is_repeated(self, stage: int) -> bool:
-        """Return whether a stage repeats its forwards."""
-        return bool(self.repeats) and self.repeats[stage]
+    def flow(self, stage: int) -> Flow:
+        """Return what a stage keeps at a time."""
+        return self.flows[stage] if self.flows else Flow()
 
 
 @dataclass(frozen=True)
@@ -155,12 +149,25 @@ class Holding:
     """The memory that a stage holds independently of its stash, in bytes.
 
     Attributes:
-        total: bytes of weights, gradients, optimizer states and the batch.
-        unallocated: part of ``total`` that is not allocated yet, such as optimizer states before the first step.
+        model: bytes of each model: trained parameters, their gradients and optimizer states, changed buffers, a batch.
+        reference: bytes of the reference that all models share if there are several models or groups.
+        shared: bytes of the frozen parameters, which all models share.
+        further: bytes of further weight versions, of further copies of rolling models, and of doubles.
+        num_models: number of models in the process.
+        unallocated: part of all this that is not allocated yet, such as optimizer states before the first step.
     """
 
-    total: int
-    unallocated: int = 0
+    model: int
+    reference: int
+    shared: int
+    further: int
+    num_models: int
+    unallocated: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return self.shared + self.num_models * self.model + self.reference + self.further
 
 
 @dataclass(frozen=True)
@@ -239,36 +246,32 @@ def memory_of(
     schedule, num_pipelines = conditions.schedule, conditions.num_pipelines
     rows, relays, num_stages = schedule.rows, schedule.relays, schedule.num_stages
     turns = [in_turn(row, 0, count) for row, count in zip(rows, replicas, strict=True)] if replicas else ()
-    flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
-    repeats = tuple(bool(repeated(row, k == num_stages - 1)) for k, row in enumerate(rows)) if recompute else ()
+    peaks = [num_pipelines * max(1, count) for count in peak_stash(turns or schedule)]
+    repeats = [recompute and bool(repeated(row, k == num_stages - 1)) for k, row in enumerate(rows)]
     training, rolling = trains(rows[-1]), updates.rolling or updates.delayed_averaging
+    versioned = training and not updates.policy.drains and num_stages > 1
+    flows = []
+    for k, again in enumerate(repeats):
+        # a relay keeps as many values as the stage before it has sent
+        in_flight, stashed = (num_stages - k,) * 2 if versioned else (peaks[k - (k in relays)], peaks[k])
+        flows.append(Flow(in_flight, 1 if again else stashed, again))
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor_bytes(tensor)
         held[name] = _held_bytes(tensor, conditions, training, rolling)
-    memory = Memory(limit, weights, held, flights, schedule.num_microbatches, repeats)
-    if relays:
-        memory = replace(
-            memory,
-            # a relay keeps as many values as the stage before it has sent
-            in_flight=tuple(flights[k - (k in relays)] for k in range(num_stages)),
-            stashed=flights,
-            double_stages=frozenset(k + 1 for k in relays),
-            double_bytes={name: num_pipelines * size for name, size in weights.items()},
-        )
-    if not training:
-        return memory
-    trained = {name: weights[name] for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not updates.policy.drains and num_stages > 1:
-        copies = updates.policy.copies(num_stages, schedule.num_microbatches)
-        in_flight, factors = tuple(range(num_stages, 0, -1)), tuple(count - 1 for count in copies)
-        memory = replace(memory, in_flight=in_flight, extra_bytes=trained, extra_factors=factors)
-    if updates.num_shards:
-        states = {name: conditions.state_copies * size for name, size in trained.items()}
-        held = {name: size - states.get(name, 0) for name, size in held.items()}
-        shares = tuple(1 / (updates.num_shards * count) for count in replicas or (1,) * num_stages)
-        memory = replace(memory, persistent=held, extra_bytes=states, extra_factors=shares)
-    return memory
+    trained = {n: weights[n] for n, p in module.named_parameters() if p.requires_grad} if training else {}
+    extra: dict[str, int] = {}
+    if versioned:
+        extra, copies = trained, updates.policy.copies(num_stages, schedule.num_microbatches)
+        flows = [replace(flow, extra=count - 1) for flow, count in zip(flows, copies, strict=True)]
+    if training and updates.num_shards:
+        extra = {name: conditions.state_copies * size for name, size in trained.items()}
+        held = {name: size - extra.get(name, 0) for name, size in held.items()}
+        counts = replicas or (1,) * num_stages
+        flows = [replace(f, extra=1 / (updates.num_shards * count)) for f, count in zip(flows, counts, strict=True)]
+    doubles = frozenset(k + 1 for k in relays)
+    of_doubles = {name: num_pipelines * size for name, size in weights.items()} if relays else {}
+    return Memory(limit, weights, held, tuple(flows), schedule.num_microbatches, extra, doubles, of_doubles)
 
 
 def _held_bytes(tensor: Tensor, conditions: Conditions, training: bool, rolling: bool) -> int:
@@ -300,32 +303,22 @@ def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
     return tensor_bytes(tensor) * (num_pipelines + 1 + widened)
 
 
-@dataclass(frozen=True)
-class ModelBytes:
-    """The bytes of the parallel models on a stage, independently of its stash.
-
-    Attributes:
-        model: bytes of each model: trained parameters, their gradients and optimizer states, changed buffers, a batch.
-        reference: bytes of the reference that all models share if there are several models or groups.
-        shared: bytes of the frozen parameters, which all models share.
-        unallocated: part of ``model`` that is not allocated yet.
-    """
-
-    model: int
-    reference: int
-    shared: int
-    unallocated: int = 0
-
-
-def model_bytes(
+def holdings(
     plan: Plan,
     stages: Sequence[int],
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     num_microbatches: int,
+    num_pipelines: int = 1,
     num_groups: int = 1,
-) -> dict[int, ModelBytes]:
-    """Return the bytes of one model on each stage.
+    policy: WeightPolicy = WeightPolicy(),  # noqa: B008
+    rolling: bool = False,
+    meeting: bool = False,
+) -> dict[int, Holding]:
+    """Return the memory of each stage of this process without its stash, but with future optimizer states.
+
+    Sizes of models are those of pipeline 0. One model has the weight versions of its policy; several have further
+    copies if they roll.
 
     Args:
         plan: plan of the module.
@@ -333,10 +326,15 @@ def model_bytes(
         module: module that is divided.
         optimizers: optimizers of the module. For a parameter without a state yet, the usual size is assumed.
         num_microbatches: M, number of micro-batches of a batch.
+        num_pipelines: N, number of parallel models.
         num_groups: number of process groups.
+        policy: weight policy.
+        rolling: whether models roll, or go on while they are averaged.
+        meeting: whether the further copies of rolling models are already allocated.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    copies, several = state_copies(optimizers), 2  # any number of models above 1 has a reference of the same size
+    models, copies = (num_pipelines, num_groups), state_copies(optimizers)
+    versions = policy.copies(plan.num_stages, num_microbatches) if models == (1, 1) else [1] * plan.num_stages
 
     def state_of(parameter: Tensor) -> tuple[int, int]:
         for optimizer in optimizers:
@@ -353,40 +351,16 @@ def model_bytes(
         frozen = sum(p.nbytes for name in stage.parameters if not (p := tensors[name]).requires_grad)
         batch, coming = num_microbatches * sum(leaf.nbytes for leaf in stage.leaves), sum(more for _, more in states)
         weights = sum(map(tensor_bytes, held)) + sum(map(tensor_bytes, trained)) - frozen
-        reference = sum(_reference_bytes(p, several, num_groups) for p in trained)
-        found[k] = ModelBytes(weights + sum(map(sum, states)) + batch, reference, frozen, coming)
-    return found
-
-
-def holdings(
-    plan: Plan,
-    stages: Sequence[int],
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    num_microbatches: int,
-    num_pipelines: int = 1,
-    num_groups: int = 1,
-    policy: WeightPolicy = WeightPolicy(),  # noqa: B008
-    rolling: bool = False,
-    meeting: bool = False,
-) -> dict[int, Holding]:
-    """Return the memory of each stage of this process without its stash, but with future optimizer states.
-
-    For several models it is ``shared + N model + reference``, with the sizes of pipeline 0, plus further copies if
-    pipelines roll. For one model it includes the weight versions of its policy. The other arguments are those of
-    :func:`model_bytes` and :func:`memory_of`.
-
-    Args:
-        meeting: whether the further copies of rolling pipelines are already allocated.
-    """
-    alone, named = num_pipelines * num_groups == 1, dict(module.named_parameters())
-    copies, found = policy.copies(plan.num_stages, num_microbatches), {}
-    for k, size in model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups).items():
-        trained = [p for name in plan.stages[k].parameters if (p := named[name]).requires_grad]
-        further = (copies[k] - 1) * sum(p.nbytes for p in trained) if alone else 0
-        further += sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
-        total = size.shared + num_pipelines * size.model + (0 if alone else size.reference) + further
-        found[k] = Holding(total, num_pipelines * size.unallocated + (0 if meeting else further))
+        further = (versions[k] - 1) * sum(p.nbytes for p in trained)
+        further += sum(_rolling_bytes(p, *models) for p in trained) if rolling else 0
+        found[k] = Holding(
+            model=weights + sum(map(sum, states)) + batch,
+            reference=sum(_reference_bytes(p, *models) for p in trained),
+            shared=frozen,
+            further=further,
+            num_models=num_pipelines,
+            unallocated=num_pipelines * coming + (0 if meeting else further),
+        )
     return found
 
 
@@ -402,4 +376,7 @@ def with_doubles(
         weights = sum(tensor_bytes(tensors[name]) for name in {*stage.parameters, *stage.states} if name in tensors)
         for k, number in ((relay, waiting), (relay + 1, weights)):
             further[k] = further.get(k, 0) + num_pipelines * number
-    return {k: Holding(h.total + further[k], h.unallocated + further[k]) for k, h in found.items()}
+    return {
+        k: replace(held, further=held.further + further[k], unallocated=held.unallocated + further[k])
+        for k, held in found.items()
+    }

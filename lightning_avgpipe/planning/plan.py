@@ -280,7 +280,7 @@ def make_plan(
     ranges = Ranges.of(graph, costs, bounds, len(bounds) - 1, memory)
     forward = [sum(costs.forward[start:end]) for start, end in itertools.pairwise(bounds)]
     backward = [sum(costs.backward[start:end]) for start, end in itertools.pairwise(bounds)]
-    backward = [b + f * memory.is_repeated(k) for k, (f, b) in enumerate(zip(forward, backward, strict=True))]
+    backward = [b + f * memory.flow(k).repeats for k, (f, b) in enumerate(zip(forward, backward, strict=True))]
     for k, count in enumerate(replicas):
         forward[k], backward[k] = forward[k] / count, backward[k] / count
     total = sum(forward) + sum(backward) or 1.0

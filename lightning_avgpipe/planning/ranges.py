@@ -86,9 +86,10 @@ class Ranges:
 
     def _parts(self, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the parts of the memory that a stage from point i to point j needs, each of shape ``(n, n)``."""
-        held = self.persistent + self.extra * self.memory.extra_factor(stage)
-        stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
-        boundary = self.crossing[:, None] * self.memory.flights(stage)
+        flow = self.memory.flow(stage)
+        held = self.persistent + self.extra * flow.extra
+        stash = (self.stash[None, :] - self.stash[:, None]) * flow.stashed
+        boundary = self.crossing[:, None] * flow.in_flight
         return held, stash, np.broadcast_to(boundary, held.shape)
 
     def needed(self, stage: int) -> np.ndarray:
@@ -101,7 +102,7 @@ class Ranges:
 
     def times(self, stage: int) -> np.ndarray:
         """Return the time of a stage from point i to point j, shape ``(n, n)``; infinite where memory is too small."""
-        work = self.work + self.forward if self.memory.is_repeated(stage) else self.work
+        work = self.work + self.forward if self.memory.flow(stage).repeats else self.work
         if np.isinf(self.memory.limit):
             return work
         return np.where(self.needed(stage) <= self.memory.limit, work, np.inf)

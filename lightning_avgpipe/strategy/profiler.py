@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from lightning_avgpipe.engine.recording import KernelTrace, Recording, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory import ModelBytes, model_bytes
+from lightning_avgpipe.planning.memory import Holding, holdings
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import Rehearsal
 from lightning_avgpipe.tuning.profile import (
@@ -226,10 +226,10 @@ class Profiler:
         before = port.allocated_bytes() if port.counts_memory else None
         kept = self._rehearsal.kept(setting)
         self._tick()
-        models: dict[int, ModelBytes] = {}
+        models: dict[int, Holding] = {}  # with a reference, as of several models
 
         def measure() -> None:
-            models.update(model_bytes(plan, stages, module, trainer.optimizers, captured, num_teams))
+            models.update(holdings(plan, stages, module, trainer.optimizers, captured, 2, num_teams))
 
         step_s = self._rehearsal.step_s(measure)
         context = port.other_bytes() // len(stages)

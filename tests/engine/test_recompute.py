@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Memory
-from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
+from lightning_avgpipe.planning.memory import Conditions, Flow, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
 from tests.comparing import assert_equal, assert_same_gradients
 from tests.driver import Engine, accumulate
@@ -184,9 +184,8 @@ def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
     for a, b in zip(plain, units, strict=True):
         assert b.forward == a.forward and a.backward < b.backward <= a.backward + a.forward
     memory = memory_of(MLP(), Conditions(build("1f1b", 3, 8)), UpdateScheme(), 1e9, recompute=True)
-    assert memory.repeats == (True, True, False) and memory.in_flight == (3, 2, 1)
-    assert [memory.stashes(k) for k in range(3)] == [1, 1, 1] and memory.flights(0) == 3
-    assert Memory().is_repeated(0) is False
+    assert memory.flows == (Flow(3, 1, True), Flow(2, 1, True), Flow(1, 1, False))
+    assert Memory().flow(0).repeats is False
 
 
 class Accumulating(MLP):

@@ -14,6 +14,7 @@ from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link, Memory, cut_at, cut_balanced, cut_like, make_plan
 from lightning_avgpipe.planning.balance import gaps
+from lightning_avgpipe.planning.memory import Flow
 from tests.planning.known_costs import of_nodes
 
 
@@ -100,9 +101,10 @@ def copied_graph(rng: random.Random) -> tuple[CallGraph, Costs, Memory, int]:
     )
     names = {name for node in graph.nodes for name in node.parameters}
     weights = {name: rng.randint(1, 30) for name in sorted(names)}
-    flights = tuple(sorted((rng.randint(1, 4) for _ in range(num_stages)), reverse=True))
+    flights = sorted((rng.randint(1, 4) for _ in range(num_stages)), reverse=True)
+    flows = tuple(Flow(count, count) for count in flights)
     limit = rng.choice([math.inf, rng.uniform(50, 400)])
-    return graph, costs, Memory(limit, weights, {n: 4 * w for n, w in weights.items()}, flights, 2), num_stages
+    return graph, costs, Memory(limit, weights, {n: 4 * w for n, w in weights.items()}, flows, 2), num_stages
 
 
 def stage_costs(graph: CallGraph, costs: Costs, memory: Memory, cuts: Sequence[int]) -> list[tuple[float, float]]:
@@ -116,7 +118,7 @@ def stage_costs(graph: CallGraph, costs: Costs, memory: Memory, cuts: Sequence[i
         summing = sum(memory.weights[name] for name in copies) * slowest / memory.num_microbatches
         stash = sum(costs.stash_bytes[a:b]) + (graph.boundary_bytes[a] if k else 0)
         held = sum(memory.persistent[name] for name in used[k])
-        found.append((sum(costs.node[a:b]) + summing, held + stash * memory.in_flight[k]))
+        found.append((sum(costs.node[a:b]) + summing, held + stash * memory.flows[k].stashed))
     return found
 
 
@@ -159,7 +161,7 @@ def test_too_little_memory_says_how_much_is_missing_where() -> None:
     weights = {f"u{i}.w": 1024 * (5 if i == 3 else 1) for i in range(4)}
     costs = Costs((1.0,) * 4, (2.0,) * 4, (256,) * 4)
     with pytest.raises(PartitionError) as error:
-        cut_balanced(graph, costs, 2, Memory(2048, weights, weights, (2, 1)))
+        cut_balanced(graph, costs, 2, Memory(2048, weights, weights, (Flow(2, 2), Flow())))
     assert str(error.value) == (
         "training_step does not fit into num_stages=2 stages with memory_limit=2.0 KiB: however it is cut, a stage "
         "needs at least 5.3 KiB, which is 3.3 KiB too much. That is stage 1 (u3), with 5.0 KiB of weights, gradients "

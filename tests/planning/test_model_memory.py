@@ -63,7 +63,9 @@ def test_each_model_has_what_it_trains_and_several_have_a_reference(num_pipeline
     conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=num_pipelines)
     memory = memory_of(module, conditions, UpdateScheme(), 100.0)
     reference = 12 if num_pipelines > 1 else 0
-    assert memory.in_flight == tuple(num_pipelines * flights for flights in (3, 2, 1)) and memory.num_microbatches == 8
+    assert [flow.in_flight for flow in memory.flows] == [
+        num_pipelines * flights for flights in (3, 2, 1)
+    ] and memory.num_microbatches == 8
     assert memory.weights["0.bias"] == 12
     assert memory.persistent["0.bias"] == num_pipelines * 36 + reference  # weight, gradient, momentum
     assert memory.persistent["0.weight"] == 24  # frozen: shared
@@ -72,7 +74,7 @@ def test_each_model_has_what_it_trains_and_several_have_a_reference(num_pipeline
 
 def test_an_evaluation_has_weights_only() -> None:
     memory = memory_of(nn.Linear(2, 3), Conditions(build("forward", 3, 8), state_copies=1), UpdateScheme(), 100.0)
-    assert memory.in_flight == (1, 1, 1) and memory.persistent["bias"] == 12
+    assert [flow.in_flight for flow in memory.flows] == [1, 1, 1] and memory.persistent["bias"] == 12
 
 
 @pytest.mark.parametrize("rolling", [False, True])
