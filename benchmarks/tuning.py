@@ -45,9 +45,8 @@ from benchmarks import harness
 from benchmarks.harness import TIMEOUT, launch, quiet_trainer
 from benchmarks.models import LanguageModel, Size, loss_of
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
-from lightning_avgpipe.tuning.predictors import Predictor
+from lightning_avgpipe.tuning.predictors import Predictor, memory_at
 from lightning_avgpipe.tuning.profile import Profile, Setting, to_json
-from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import candidates
 
 NUM_STAGES = 2

@@ -42,9 +42,8 @@ from benchmarks.results import Results
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning.predictors import Predictor
+from lightning_avgpipe.tuning.predictors import Predictor, memory_at
 from lightning_avgpipe.tuning.profile import Profile, Setting, from_json
-from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import candidates
 from tests import processes
 from tests.commands import ROOT, run

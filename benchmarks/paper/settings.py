@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.paper.workloads import Workload
+from lightning_avgpipe.tuning.predictors import memory_at
 from lightning_avgpipe.tuning.profile import Profile, Setting, from_json
-from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import candidates, search
 
 __all__ = ["BOUNDS", "MICROBATCHES", "fitting", "label", "memory_of", "settings_within"]

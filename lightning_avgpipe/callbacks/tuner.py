@@ -20,9 +20,8 @@ from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.profile import TUNED, Setting, from_json, to_json
+from lightning_avgpipe.tuning.profile import TUNED, Setting, from_json, to_json, trial_sizes
 from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
-from lightning_avgpipe.tuning.trials import trial_sizes
 from lightning_avgpipe.utils.allowed import (
     Allowed,
     Count,

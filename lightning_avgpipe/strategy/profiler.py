@@ -25,8 +25,10 @@ from lightning_avgpipe.tuning.profile import (
     StageMemory,
     StageProfile,
     Trial,
+    affordable,
+    durations,
+    trial_sizes,
 )
-from lightning_avgpipe.tuning.trials import affordable, durations, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 from lightning_avgpipe.utils.patching import noop

@@ -11,9 +11,8 @@ from typing import Literal
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import format_seconds
-from lightning_avgpipe.tuning.predictors import Prediction, Predictor
+from lightning_avgpipe.tuning.predictors import Prediction, Predictor, memory_at
 from lightning_avgpipe.tuning.profile import Profile, Setting
-from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.utils.names import table
 
 ADVANCES = (0, 1, 2, 4, 8)

@@ -27,9 +27,8 @@ from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.planning.memory import Need
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.strategy import profiler
-from lightning_avgpipe.tuning.predictors import Prediction, Predictor
+from lightning_avgpipe.tuning.predictors import Prediction, Predictor, memory_at
 from lightning_avgpipe.tuning.profile import Setting, from_json
-from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import Result
 from lightning_avgpipe.utils.patching import replaced
 from tests import processes

@@ -19,7 +19,7 @@ from lightning_avgpipe.planning import Link
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.predictors import Predictor
+from lightning_avgpipe.tuning.predictors import Predictor, update_s
 from lightning_avgpipe.tuning.profile import (
     Curve,
     HopProfile,
@@ -30,8 +30,8 @@ from lightning_avgpipe.tuning.profile import (
     Trial,
     from_json,
     to_json,
+    trial_sizes,
 )
-from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import (
     MEASURED_SAMPLES,
     ROLLING_SAMPLES,
@@ -41,7 +41,6 @@ from lightning_avgpipe.tuning.search import (
     samples_at,
     search,
 )
-from lightning_avgpipe.tuning.trials import trial_sizes
 from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
