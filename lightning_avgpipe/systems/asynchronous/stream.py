@@ -33,8 +33,10 @@ class _Joined(Task):
     Attributes:
         tasks: number of a batch -> its task, for batches that are not done.
         count: number M of micro-batches per batch.
+        args: arguments of all micro-batches since the drain; None for those of batches that are done.
     """
 
+    args: list[Any]
     tasks: dict[int, Task] = field(default_factory=dict)
     count: int = 1
 
@@ -51,24 +53,11 @@ class _Joined(Task):
             assert begins is not None
             return begins(i % count, result)
 
-        return cls(run, _Arguments(tasks, count), finish, RandomKey(0, pipeline=pipeline), tasks=tasks, count=count)
+        return cls(run, [], finish, RandomKey(0, pipeline=pipeline), tasks=tasks, count=count)
 
     def key_of(self, micro_batch: int) -> RandomKey:
         """Return the random key of micro-batch i within its own batch."""
         return self.tasks[micro_batch // self.count].key_of(micro_batch % self.count)
-
-
-class _Arguments(Sequence[Any]):
-    """The arguments of the micro-batches of all batches that are not done."""
-
-    def __init__(self, tasks: dict[int, Task], count: int) -> None:
-        self._tasks, self._count = tasks, count
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._tasks[i // self._count].args[i % self._count]
-
-    def __len__(self) -> int:
-        return self._count * (1 + max(self._tasks, default=-1))
 
 
 class Stream(Observer):
@@ -105,6 +94,7 @@ class Stream(Observer):
     def take(self, task: Task) -> None:
         """Add the task of a further batch."""
         self._task.tasks[self.known] = task
+        self._task.args.extend(task.args)
 
     def run(self, observers: Sequence[Observer] = ()) -> Outcome:
         """Run until every stage here has ended the next batch; forwards of later batches that were taken may run too.
@@ -159,6 +149,7 @@ class Stream(Observer):
             skipped = {i - first for i in stage.skipped}
             stage.skipped.clear()
         del self._task.tasks[self.batch]
+        self._task.args[first : first + self.num_microbatches] = [None] * self.num_microbatches
         self.batch += 1
         return Outcome(results, frozenset(skipped), self.num_microbatches)
 

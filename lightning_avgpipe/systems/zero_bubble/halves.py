@@ -23,7 +23,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock, get_ident
 from typing import Any
 
@@ -119,8 +119,9 @@ def input_half(
     starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (roots, entries))
     gates = set(ends)
     order, children = _graph(starts)
-    if why := _undivided(order, children, gates):
-        return why
+    functions = (children[node] for node in order if isinstance(node, BackwardCFunction))
+    if any(len(after) != 1 or after[0] not in gates for after in functions):  # gates are entered by such a function
+        return "a function of Python (autograd.Function, a compiled module)"
     leading: set[Node] = set()  # nodes that lead to a gate
     for node in reversed(order):
         if node in gates or any(child in leading for child in children[node]):
@@ -157,12 +158,6 @@ def _run(halves: Iterable[WeightHalf]) -> None:
         half.run()
 
 
-def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], gates: set[Node]) -> str:
-    if any(isinstance(node, BackwardCFunction) and not _enters(children[node], gates) for node in order):
-        return "a function of Python (autograd.Function, a compiled module)"
-    return ""
-
-
 def _graph(starts: Sequence[Node]) -> tuple[list[Node], dict[Node, tuple[Node, ...]]]:
     """Return all nodes in topological order, each before those that it leads to, and the direct children of each."""
     children: dict[Node, tuple[Node, ...]] = {}
@@ -187,11 +182,6 @@ def _begins_anywhere() -> bool:
     with torch.enable_grad(), contextlib.suppress(TypeError, AttributeError, RuntimeError):
         torch.autograd.backward([get_gradient_edge(2 * leaf)], [torch.ones(1, device="cpu")], inputs=[leaf])
     return leaf.grad is not None
-
-
-def _enters(children: Sequence[Node], gates: set[Node]) -> bool:
-    """Return whether a node is the one through which a received value enters the step."""
-    return len(children) == 1 and children[0] in gates
 
 
 class Halves(StagePart):
