@@ -72,6 +72,7 @@ class Averager:
         fragment_of: number of the fragment of each parameter.
         late: averagings that end later, in the order in which they were started.
         count: number of averagings that were started.
+        staggered: averaging of models one at a time; None while all are averaged together.
     """
 
     def __init__(self, models: Models, averaging: Averaging, averaging_group: TensorCollectives | None) -> None:
@@ -84,7 +85,7 @@ class Averager:
         self.count = 0
         self._outer: Optimizer | None = None
         self._begun: AveragingStep | None = None
-        self._staggered: StaggeredAveraging | None = None  # while models are averaged one after the other
+        self.staggered: StaggeredAveraging | None = None
         self._ended: list[dict[str, Tensor]] = []  # buffers of models that have ended their iteration, for the groups
         self._end_buffers: Callable[[], None] = noop
 
@@ -115,7 +116,7 @@ class Averager:
         Args:
             active: number of pipelines whose models took part in the step.
         """
-        if self._staggered is not None:
+        if self.staggered is not None:
             self.end_staggered()
         self.finish()
         for late in self.late:
@@ -165,11 +166,6 @@ class Averager:
             self._begin(number)
             self.finish()
         self.add_pending_sums()
-
-    def centre_models(self) -> None:
-        """After some models were dropped, shift the others equally, so that the unchanged reference is their mean."""
-        averaging = AveragingStep(*self._models.tensors(), self._models.size, self._averaging_group)
-        averaging.end(alpha=0.0, outer_lr=0.0)
 
     @property
     def is_under_way(self) -> bool:
@@ -239,33 +235,28 @@ class Averager:
 
     def abandon(self) -> None:
         """Drop all averagings in flight, without waiting for other groups, which have failed."""
-        self._begun = self._staggered = None
+        self._begun = self.staggered = None
         self.late.clear()
         self._end_buffers = noop
 
     # -- one model after the other -----------------------------------------------------------------------------------
-
-    @property
-    def is_staggered(self) -> bool:
-        """Whether models are being averaged one at a time."""
-        return self._staggered is not None
 
     def begin_staggered(self) -> None:
         """Prepare to average models one at a time, unless that was done before.
 
         All models must have stepped equally often, and the reference must not be shown.
         """
-        if self._staggered is None and self._models.mine:  # a process may have only frozen stages
+        if self.staggered is None and self._models.mine:  # a process may have only frozen stages
             size, total, (_, reference) = self._models.size, self._models.total, self._models.tensors()
             # the parameters themselves, since user code may give them other memory
             models = [list(self._models.parameters(n).values()) for n in range(size)]
             alpha, rate = self._options.dilution(total), self._options.rate(total, size)
-            self._staggered = StaggeredAveraging(models, reference, alpha, rate, self._averaging_group)
+            self.staggered = StaggeredAveraging(models, reference, alpha, rate, self._averaging_group)
 
     def average_one(self, number: int) -> None:
         """Average model n with the reference, after its optimizers have stepped and before its next iteration."""
-        if self._staggered is not None:
-            self._staggered.end(number)
+        if self.staggered is not None:
+            self.staggered.end(number)
         if self._models.shared is None:
             return
         self._models.read_back()
@@ -276,8 +267,8 @@ class Averager:
 
     def add_pending_sums(self) -> None:
         """Wait for the sums over groups of the last iteration, and add them to the reference and its buffers."""
-        if self._staggered is not None:
-            self._staggered.add_pending_sums()
+        if self.staggered is not None:
+            self.staggered.add_pending_sums()
         self._end_buffers()
         self._end_buffers = noop
 
@@ -285,8 +276,8 @@ class Averager:
         """Catch up, and continue as if training began with the current reference and models. All groups call it."""
         if self._models.shown is None:  # otherwise showing the reference has caught up
             self.add_pending_sums()
-            if self._staggered is not None:
-                self._staggered.reset()
+            if self.staggered is not None:
+                self.staggered.reset()
 
     def end_staggered(self) -> None:
         """Catch up, and stop averaging models one at a time; :meth:`begin_staggered` starts from the current state.
@@ -294,15 +285,16 @@ class Averager:
         The reference must not be shown.
         """
         self.add_pending_sums()
-        self.settle()
-        self._staggered = None
+        if self.staggered is not None:
+            self.staggered.settle()
+            self.staggered = None
 
     # -- what user code writes ---------------------------------------------------------------------------------------
 
     @property
     def has_begun(self) -> bool:
         """Whether an averaging has begun that counts from the reference as it is now."""
-        return self._staggered is not None or bool(self.late)
+        return self.staggered is not None or bool(self.late)
 
     def take_over(self, changed: Collection[int]) -> None:
         """Take over what user code may have written into a model or the reference, which must not be shown.
@@ -321,18 +313,5 @@ class Averager:
                 "averaging that began with its former contents is in flight. Change the parallel models instead, which "
                 "the reference follows, or use delay=0"
             )
-        if self._staggered is not None:
-            self._staggered.take_over(changed)
-
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether :meth:`settle` may change the reference."""
-        return self._staggered is not None and self._staggered.was_shown
-
-    def settle(self) -> None:
-        """Let the reference, which must not be shown, follow what user code has written into models alone.
-
-        Otherwise it follows with the next averaging, from the models as they are.
-        """
-        if self._staggered is not None:
-            self._staggered.settle()
+        if self.staggered is not None:
+            self.staggered.take_over(changed)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averager import Averager
+from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.integrity import Checksums, digests, first_nonfinite
 from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
@@ -52,7 +53,7 @@ class Ensemble:
         changing: Collection[str] = (),
         written: Sequence[Tensor] = (),
     ) -> None:
-        self._module = module
+        self._module, self._averaging_group = module, averaging_group
         self.models = Models(module, observers, changing, written, averaging_group)
         self.averager = Averager(self.models, averaging, averaging_group)
         self.optimizers = ModelOptimizers(optimizers, self.models, averaging_group)
@@ -88,8 +89,9 @@ class Ensemble:
         self.averager.average_all_now()
         self.models.resize(size)
         self.optimizers.resize()
-        if size < before:
-            self.averager.centre_models()
+        if size < before:  # the others move by the same difference, so that the unchanged reference is their mean
+            centring = AveragingStep(*self.models.tensors(), size, self._averaging_group)
+            centring.end(alpha=0.0, outer_lr=0.0)
         return True
 
     def _follow(self) -> bool:
@@ -228,10 +230,14 @@ class Ensemble:
             self.averager.take_over(())
 
     def settle(self) -> None:
-        """Let the reference follow what user code has written into models alone, if they are averaged one by one."""
-        if self.averager.is_unsettled:
+        """Let the reference follow what user code has written into models alone, if they are averaged one by one.
+
+        Otherwise it follows with the next averaging, from the models as they are.
+        """
+        staggered = self.averager.staggered
+        if staggered is not None and staggered.was_shown:
             with self.showing_reference(False):
-                self.averager.settle()
+                staggered.settle()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -235,7 +235,7 @@ class ScheduleControl:
             plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy,
             rolling=rolls or configuration.options.averaging.delay > 0,
-            meeting=rolls and ensemble is not None and ensemble.averager.is_staggered,
+            meeting=rolls and ensemble is not None and ensemble.averager.staggered is not None,
         )  # fmt: skip
         return meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
 
