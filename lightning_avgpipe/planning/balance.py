@@ -37,17 +37,13 @@ class Gap:
     """A gap between two consecutive calls of units, with the best position for a cut.
 
     Attributes:
-        after: index of the call before the gap.
         before: index of the call after the gap.
         position: legal position where the fewest bytes cross; the best illegal one if none is legal.
-        nbytes: bytes that cross a cut at this position.
         obstacle: why no position is legal; None if one is.
     """
 
-    after: int
     before: int
     position: int
-    nbytes: int
     obstacle: str | None
 
 
@@ -67,7 +63,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
         obstacle = None if legal else graph.obstacles[best]
         if not trained or best <= trained[0] or best > trained[-1]:
             obstacle = obstacle or "there are no parameters on one of its sides"
-        found.append(Gap(first, second, best, graph.boundary_bytes[best], obstacle))
+        found.append(Gap(second, best, obstacle))
     return found
 
 

@@ -369,14 +369,13 @@ def with_doubles(
 ) -> dict[int, Holding]:
     """Add the memory of relays for the values they keep, and of the stage after each for its copy of their weights."""
     tensors, peaks = dict([*module.named_parameters(), *module.named_buffers()]), peak_stash(schedule)
-    further = dict.fromkeys(found, 0)
+    result = dict(found)
     for relay in schedule.relays:
         stage = plan.stages[relay]
         waiting = (peaks[relay - 1] - 1) * plan.stages[relay - 1].boundary_bytes
         weights = sum(tensor_bytes(tensors[name]) for name in {*stage.parameters, *stage.states} if name in tensors)
         for k, number in ((relay, waiting), (relay + 1, weights)):
-            further[k] = further.get(k, 0) + num_pipelines * number
-    return {
-        k: replace(held, further=held.further + further[k], unallocated=held.unallocated + further[k])
-        for k, held in found.items()
-    }
+            if k in result:
+                held, more = result[k], num_pipelines * number
+                result[k] = replace(held, further=held.further + more, unallocated=held.unallocated + more)
+    return result
