@@ -26,11 +26,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.loading.adapters import keep_adapters, refuse_resizing
 from lightning_avgpipe.loading.files import Files, noise
-from lightning_avgpipe.loading.quantized import (
-    as_quantized,
-    check_quantizer,
-    is_quantized,
-)
 from lightning_avgpipe.utils.names import is_within, listed
 from lightning_avgpipe.utils.patching import after_import, replaced
 from lightning_avgpipe.weights.initialisation import leave_note
@@ -130,7 +125,7 @@ class StoredModel:
         Raises:
             ConfigurationError: a file is damaged, gone, or has changed.
         """
-        group, quantized = self._groups[key], is_quantized(parameter)
+        group, quantized = self._groups[key], _is_quantized(parameter)
         if example and parameter.nbytes > _READ_BYTES and not quantized:
             return noise(parameter.shape, parameter.dtype, device)
         if not quantized:
@@ -160,7 +155,7 @@ class StoredModel:
     def forget(self, parameter: nn.Parameter) -> None:
         """Remove the quantization state that reading an example has set in a parameter, and the kept examples."""
         self._quantized.clear()
-        if is_quantized(parameter):
+        if _is_quantized(parameter):
             parameter.quant_state = None  # type: ignore[attr-defined]
 
 
@@ -200,7 +195,7 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
                     into, tensors, replace(config, device_map={"": device})
                 )[0]
 
-        check_quantizer(config.hf_quantizer)
+        _check_quantizer(config.hf_quantizer)
         stored, report = _noted(model, files, config, load)
         made.append(stored)
         return report, None
@@ -251,10 +246,10 @@ def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredMo
         report.mismatched_keys |= one.mismatched_keys
         report.conversion_errors |= one.conversion_errors
     # 4-bit weights cannot be copied, so the copy shares them (the model gets packed ones); the user may convert others
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if is_quantized(parameter)}
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if _is_quantized(parameter)}
     stored = StoredModel(files, groups, copy.deepcopy(model, shared), load)
     for name in groups:
-        parameter = as_quantized(model.get_parameter(name))
+        parameter = _as_quantized(model.get_parameter(name))
         leave_note(parameter, stored, name)
         _put(model, name, parameter)
     return stored, report
@@ -282,3 +277,45 @@ def _alone(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, parameter)
+
+
+# -- 4-bit weights of bitsandbytes, which need a quantization state in addition to their contents ----------------------
+
+
+def _check_quantizer(quantizer: Any) -> None:
+    """Check that the weights of a model can be quantized one at a time.
+
+    Args:
+        quantizer: quantizer of transformers; None if the model is not quantized.
+    Raises:
+        ConfigurationError: the quantizer is not bitsandbytes with 4 bits, or the files have quantized weights.
+    """
+    if quantizer is None:
+        return
+    config = quantizer.quantization_config
+    if not getattr(config, "load_in_4bit", False):
+        raise ConfigurationError(
+            f"from_pretrained quantizes with bitsandbytes to 4 bits, not by {type(config).__name__} as given; use "
+            "BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    if quantizer.pre_quantized:
+        raise ConfigurationError(
+            "The files hold 4-bit weights already, which cannot be read a tensor at a time; give the files from which "
+            "they were made: they are quantized while they are read"
+        )
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a 4-bit weight."""
+    return hasattr(parameter, "quant_state")
+
+
+def _as_quantized(parameter: Any) -> nn.Parameter:
+    """Return the parameter or, for a 4-bit weight, one on meta with the shape that it will have when packed."""
+    if not _is_quantized(parameter):
+        return parameter
+    words = -(-parameter.numel() // (2 * parameter.quant_storage.itemsize))
+    storage = torch.empty(words, 1, dtype=parameter.quant_storage, device="meta")
+    packed = type(parameter)(storage, **{**vars(parameter), "bnb_quantized": True})
+    packed._is_hf_initialized = True
+    return packed

@@ -16,12 +16,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +36,9 @@ from torchft.checkpointing.pg_transport import PGTransport
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import BUCKET_BYTES, Bucket, TensorCollectives, buckets
+from lightning_avgpipe.comm.collectives import BUCKET_BYTES, Bucket, Collectives, TensorCollectives, buckets
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.systems.survival.lifelines import Lifelines
 from lightning_avgpipe.systems.survival.progress import go_to, load_optimizer_states, optimizer_states, progress_of
 from lightning_avgpipe.systems.survival.survival import STARTED
 from lightning_avgpipe.training.deployment import Deployment
@@ -52,6 +54,8 @@ _POLL_S = 0.05
 _COMMIT = 2  # in limits of a sum: a stage that has its sum waits here for one whose sum may run into the limit
 _BEGINS, _GOES_ON = 1, 2  # marks of a group in a meeting; 0: it is absent
 _RETRIES = 10  # if the lighthouse does not answer
+_GOODBYE = b"."  # of a process that ends as it should
+_RANK_BYTES = 4
 
 
 @contextlib.contextmanager
@@ -368,3 +372,61 @@ class Meetings(TensorCollectives):
 
 def _form(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+# -- deaths within the group during a meeting, in which its processes do not talk to each other ------------------------
+
+
+class Lifelines:
+    """Connections of rank 0 to the other processes of its world, which break when one of them ends without a goodbye.
+
+    The others need none to rank 0, which keeps the store that their watch reads. All processes construct it together.
+
+    Args:
+        world: processes of the group.
+        host: name or address at which they reach rank 0.
+        limit: longest wait for the others to connect.
+        notify: called when a process is lost.
+
+    Attributes:
+        lost: ranks of processes that have died; known on rank 0.
+    """
+
+    def __init__(self, world: Collectives, host: str, limit: timedelta, notify: Callable[[], None]) -> None:
+        self.lost: list[int] = []
+        self._notify = notify
+        self._own: socket.socket | None = None
+        self._others: dict[socket.socket, int] = {}
+        server = socket.create_server((host, 0)) if world.rank == 0 else None
+        port: int = world.broadcast(0 if server is None else server.getsockname()[1])
+        if server is None:
+            self._own = socket.create_connection((host, port), limit.total_seconds())
+            self._own.sendall(world.rank.to_bytes(_RANK_BYTES, "big"))
+            return
+        with server:
+            server.settimeout(limit.total_seconds())
+            for _ in range(world.world_size - 1):
+                other, _ = server.accept()
+                other.settimeout(limit.total_seconds())
+                self._others[other] = int.from_bytes(other.recv(_RANK_BYTES, socket.MSG_WAITALL), "big")
+        threading.Thread(target=self._listen, name="avgpipe lifelines", daemon=True).start()
+
+    def _listen(self) -> None:
+        while self._others:
+            for other in wait(list(self._others)):
+                assert isinstance(other, socket.socket)
+                try:
+                    said = other.recv(1)
+                except OSError:
+                    said = b""
+                rank = self._others.pop(other)
+                other.close()
+                if said != _GOODBYE:
+                    self.lost.append(rank)
+                    self._notify()
+
+    def close(self) -> None:
+        """Say goodbye to rank 0; on rank 0 itself this does nothing."""
+        if self._own is not None:
+            with self._own, contextlib.suppress(OSError):  # rank 0 may be gone
+                self._own.send(_GOODBYE)
