@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -296,27 +297,6 @@ def in_turns(model: Any, batches: Sequence[Any], num_microbatches: int, replicas
         optimizer.step()
 
 
-def of_a_stage(rank: int | None, folder: Path) -> Any:
-    """The first of two stages has two replicas; the second epoch is resumed, and evaluated."""
-    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    replicas: dict[str, Any] = {} if rank is None else {"replicas": [2, 1]}
-    found = []
-    for epochs in (1, 2):
-        torch.manual_seed(9 if rank == 2 else 5)  # replicas begin alike
-        model = Tied()
-        torch.manual_seed(5)
-        options = {
-            "max_epochs": epochs, "callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.1,
-        }  # fmt: skip
-        strategy = {"num_microbatches": 5, "split_points": ["between.1"], "num_pipelines": epochs, **replicas}
-        runner = pipeline(2, 1 if rank is None else 3, strategy, **options)
-        data, path = loader(Tied, 30, 10), folder / "epoch=0.ckpt" if epochs == 2 else None
-        runner.fit(model, data, loader(Tied, 12, 6), ckpt_path=path)
-        metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
-        found.append((state(model), metrics))
-    return found
-
-
 class Rolling(Tied):
     """Every third batch has no loss, and hooks see what the step returned for model 0's share of a batch."""
 
@@ -327,49 +307,6 @@ class Rolling(Tied):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:
             self.log("sum", outputs["outputs"].sum(), on_step=False, on_epoch=True)
-
-
-def rolling(rank: int | None, replicas: list[int], folder: Path) -> Any:
-    """Two models divide batches; the second epoch is resumed. Sums of two terms have the same bits in any order."""
-    saving, cuts = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), ["between.1", "last"]
-    strategy = {"num_microbatches": 2, "num_pipelines": 2, "split_points": cuts[: len(replicas) - 1]}
-    strategy |= {"averaging": Averaging(rolling=True, split_batches=True)}
-    for epochs in (1, 2):
-        torch.manual_seed(5)
-        model, options = Rolling(tied=False), {"max_epochs": epochs, "callbacks": [saving], "gradient_clip_val": 0.1}
-        devices, given = (1, strategy) if rank is None else (sum(replicas), {**strategy, "replicas": replicas})
-        runner = pipeline(len(replicas), devices, given, enable_checkpointing=True, **options)
-        path = folder / "epoch=0.ckpt" if epochs == 2 else None
-        runner.fit(model, loader(Tied, 36, 8), loader(Tied, 12, 6), ckpt_path=path)
-    return state(model), {name: float(value) for name, value in runner.callback_metrics.items()}
-
-
-@pytest.mark.parametrize(
-    "replicas", [pytest.param([1, 2], id="last"), pytest.param([1, 2, 1], id="between", marks=pytest.mark.slow)]
-)
-def test_replicas_of_a_stage_train_rolling_models(replicas: list[int], tmp_path: Path) -> None:
-    expected, metrics = rolling(None, replicas, tmp_path / "one")
-    for found, others in processes.each(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path):
-        assert_equal(found, expected)
-        assert others == pytest.approx(metrics, rel=1e-5)
-
-
-def accumulating(rank: int | None, replicas: list[int]) -> Any:
-    """The last step of an epoch has a batch for one of two models only."""
-    torch.manual_seed(5)
-    model, given = Tied(tied=False), {} if rank is None else {"replicas": replicas}
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), **given}
-    strategy["split_points"] = ["between.1"]
-    devices = 1 if rank is None else sum(replicas)
-    runner = pipeline(len(replicas), devices, strategy, max_epochs=2, accumulate_grad_batches=2)
-    runner.fit(model, loader(Tied, 24, 8))
-    return state(model)
-
-
-def test_replicas_of_a_stage_step_as_one_without_a_last_batch(tmp_path: Path) -> None:
-    expected = accumulating(None, [2, 1])
-    for found in processes.each(3, accumulating, [2, 1], folder=tmp_path):
-        assert_close(found, expected)
 
 
 class Returning(MLP):
@@ -398,29 +335,69 @@ class Returning(MLP):
         self.log("sum", outputs["outputs"].sum(), on_step=False, on_epoch=True)
 
 
-def of_both_stages(rank: int | None) -> Any:
-    found = []
-    for replicas in ([1, 2], [3]):
+class Case(NamedTuple):
+    """A training in stages of which some have replicas."""
+
+    replicas: list[int]
+    make: Callable[[], Any]
+    strategy: dict[str, Any]
+    batches: tuple[int, int]  # samples, and how many are a batch
+    runs: list[tuple[int, int]]  # epochs and parallel models; the second run resumes after the first epoch
+    options: dict[str, Any] = {}
+    exact: bool = False
+    rel: float = 1e-5  # of what is logged
+
+
+FIVE: dict[str, Any] = {"num_microbatches": 5, "split_points": ["between.1"]}
+ROLLS: dict[str, Any] = {"num_microbatches": 2, "split_points": ["between.1"], "averaging": Averaging(rolling=True)}
+DIVIDES = {**ROLLS, "averaging": Averaging(rolling=True, split_batches=True)}
+UNTIED, CLIPS = partial(Rolling, tied=False), {"gradient_clip_val": 0.1}
+# sums of two terms have the same bits in any order
+ROLLING = Case([1, 2], UNTIED, DIVIDES, (36, 8), [(1, 2), (2, 2)], CLIPS, exact=True)
+LAST = Case([1, 2], partial(Returning, "adamw"), {"num_microbatches": 5}, (30, 10), [(2, 1)], rel=1e-4)
+# the last step of an epoch has a batch for one of two models only
+RAGGED = Case([2, 1], partial(Tied, tied=False), ROLLS, (24, 8), [(2, 2)], {"accumulate_grad_batches": 2})
+CASES = {
+    "rolling models": ROLLING,
+    "rolling models, between": ROLLING._replace(
+        replicas=[1, 2, 1], strategy={**DIVIDES, "split_points": ["between.1", "last"]}
+    ),
+    "without a last batch": RAGGED,
+    "more models": Case([2, 1], Tied, FIVE, (30, 10), [(1, 1), (2, 2)], CLIPS),
+    "of the last stage": LAST,
+    "of one stage": LAST._replace(replicas=[3]),
+}
+
+
+def trained(rank: int | None, case: Case, folder: Path) -> Any:
+    """What each run leaves and logs, and predictions; in one process if there is no rank."""
+    saving, found, replicas = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), list[Any](), case.replicas
+    for epochs, num_pipelines in case.runs:
+        torch.manual_seed(9 if rank == 2 and replicas == [2, 1] else 5)  # replicas begin alike
+        model = case.make()
         torch.manual_seed(5)
-        model, options = Returning("adamw"), {"num_microbatches": 5, "num_stages": len(replicas)}
-        strategy = AvgPipeStrategy(**options, **({} if rank is None else {"replicas": replicas}))  # type: ignore[arg-type]
-        runner = trainer(devices=1 if rank is None else 3, strategy=strategy, max_epochs=2)
-        runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
-        metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
-        found.append((state(model), metrics, runner.predict(model, loader(MLP, 12, 6))))
-    return found
+        strategy = {**case.strategy, "num_pipelines": num_pipelines, **({} if rank is None else {"replicas": replicas})}
+        devices, options = 1 if rank is None else sum(replicas), {"max_epochs": epochs, "callbacks": [saving]}
+        runner = pipeline(len(replicas), devices, strategy, enable_checkpointing=True, **options, **case.options)
+        path = folder / "epoch=0.ckpt" if found else None
+        runner.fit(model, loader(Tied, *case.batches), loader(Tied, 12, 6), ckpt_path=path)
+        found.append((state(model), {name: float(value) for name, value in runner.callback_metrics.items()}))
+    return found, runner.predict(model, loader(Tied, 12, 6))
 
 
-@pytest.mark.slow
-def test_replicas_of_the_last_stage_share_losses_and_log_as_one(tmp_path: Path) -> None:
-    results = processes.each(3, of_both_stages, folder=tmp_path)
-    expected = of_both_stages(None)
-    for found in results:
-        for (weights, metrics, _), (others, other_metrics, _) in zip(found, expected, strict=True):
-            assert_close(weights, others)
-            assert metrics == pytest.approx(other_metrics, rel=1e-4)
-    for (_, _, predictions), (_, _, others) in zip(results[0], expected, strict=True):
-        torch.testing.assert_close(predictions, others)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("rolling models", "without a last batch") else pytest.mark.slow) for n in CASES],
+)
+def test_replicas_of_single_stages_train_resume_log_and_predict_as_one_process(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected, predicted = trained(None, case, tmp_path / "one")
+    results = processes.each(sum(case.replicas), trained, case, tmp_path / "several", folder=tmp_path)
+    for found, _ in results:
+        for (weights, metrics), (others, other_metrics) in zip(found, expected, strict=True):
+            (assert_equal if case.exact else assert_close)(weights, others)
+            assert metrics == pytest.approx(other_metrics, rel=case.rel)
+    torch.testing.assert_close(results[0][1], predicted)
 
 
 def exactly(rank: int) -> Any:
@@ -446,15 +423,6 @@ def test_replicas_of_a_stage_take_micro_batches_in_turns_and_a_failure_is_named(
         assert_equal(exact, state(plain))
     for *_, survivor in results[:2]:
         assert "rank 2 (stage 0, replica 1)" in survivor
-
-
-@pytest.mark.slow
-def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path: Path) -> None:
-    expected = of_a_stage(None, tmp_path / "one")
-    for found in processes.each(3, of_a_stage, tmp_path / "three", folder=tmp_path):
-        for (weights, metrics), (others, other_metrics) in zip(found, expected, strict=True):
-            assert_close(weights, others)
-            assert metrics == pytest.approx(other_metrics, rel=1e-5)
 
 
 # -- and otherwise ---------------------------------------------------------------------------------------------------
