@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_avgpipe.comm.collectives import Collectives
 from tests import processes
 from tests.comparing import assert_equal, state
-from tests.models import MLP, MODELS, ConvNet, Regression, TinyTransformer, Transposing, loader
+from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, loader
 from tests.processes import num_processes, two_and_one
-from tests.trainers import both, pipeline, trainer, twins
+from tests.trainers import both, pipeline
 
 
 class Sum(MLP):
@@ -29,30 +29,8 @@ class Sum(MLP):
         return (self(batch[0]) - batch[1]).square().sum() * 1e-3
 
 
-class Ragged(MLP):
-    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-        inputs, targets = batch
-        return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy"), [(ConvNet, {}), (TinyTransformer, {}), (Sum, {"loss_reduction": "sum"}), (Ragged, {})]
-)
-def test_fit_equals_single_device_to_rounding(model: type[Regression], strategy: dict[str, Any]) -> None:
-    both(model, loader(model, 20, 8), loader(model, 8, 4, seed=1), strategy=strategy)
-
-
-def test_validate_test_and_predict_equal_single_device() -> None:
-    piped, plain = twins(TinyTransformer)
-    data = loader(TinyTransformer, 10, 4)
-    runs = [(plain, trainer()), (piped, pipeline(3))]
-    for method in ("validate", "test"):
-        expected, found = (getattr(runner, method)(module, data, verbose=False) for module, runner in runs)
-        assert found[0] == pytest.approx(expected[0], abs=1e-6)
-    expected, found = (runner.predict(module, data) for module, runner in runs)
-    assert [p.shape for p in found] == [p.shape for p in expected]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
-    assert "log" not in vars(piped)
+def test_a_sum_over_samples_is_trained_as_on_one_device() -> None:
+    both(Sum, loader(Sum, 20, 8), loader(Sum, 8, 4, seed=1), strategy={"loss_reduction": "sum"})
 
 
 def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:

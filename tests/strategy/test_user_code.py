@@ -1,4 +1,4 @@
-"""What user code sees of the engine: its own errors, and each batch once."""
+"""What user code sees of the engine: its own errors, and each batch as a whole."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.stepping import check_separable
 from tests import processes
 from tests.averaging.models import Batches
+from tests.averaging.test_lightning import TwoKinds
 from tests.comparing import assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
@@ -164,11 +165,6 @@ def test_an_optimizer_that_couples_parameters_is_refused_by_name(sharded: bool, 
     torch.optim.lr_scheduler.LambdaLR(made, lambda step: first)
     with pytest.raises(ConfigurationError, match=f"{named} with Coupled, which makes the step of a parameter depend"):
         check_separable(made, sharded)
-
-
-class TwoKinds(torch.optim.SGD):
-    def eval(self) -> None:
-        pass
 
 
 def test_an_optimizer_that_holds_weights_of_two_kinds_is_not_divided_among_replicas() -> None:
