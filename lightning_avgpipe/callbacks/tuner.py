@@ -275,8 +275,8 @@ class AvgPipeTuner(Callback):
         rank_zero_info(f"\n{result}\nsaved in {path}")
         strategy = trainer.strategy
         assert isinstance(strategy, AvgPipeStrategy)
-        models = result.choice.setting.num_pipelines * strategy.num_groups // strategy.replicas
-        batches = result.choice.setting.batches * strategy.num_groups // strategy.replicas
+        models = result.choice.setting.num_pipelines * strategy.num_teams
+        batches = result.choice.setting.batches * strategy.num_teams
         if batches > 1:
             rank_zero_info(
                 f"AvgPipeTuner: {models} models, each step reads {batches} batches: 1/{batches} of the steps"

@@ -337,7 +337,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_te
             f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
         )
     averaged = any(isinstance(c, WEIGHT_AVERAGING) for c in running.callbacks)  # type: ignore[attr-defined]
-    if averaged and running.strategy.options.save_distributed_checkpoint:  # type: ignore[attr-defined]
+    if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
         raise ConfigurationError(
             "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
             "averages in their place; use save_distributed_checkpoint=False"

@@ -71,6 +71,7 @@ class Connection:
         layout: layout of all processes on devices; None before :meth:`arrange`.
         failed: whether the last run has ended with an error, here or in another process.
         noted: requests to this process in this run from outside, such as a signal to stop.
+        hears: called with each request of any process, once all processes know of it.
         is_leading: whether a hook is running that only rank 0 of each group runs, so that the other processes of the
             group take part in no collective.
     """
@@ -81,11 +82,11 @@ class Connection:
         self.layout: DeviceLayout | None = None
         self.failed = False
         self.noted: set[str] = set()
+        self.hears: Callable[[str], None] = noop
         self.is_leading = False
-        self._hears: Callable[[str], None] = noop
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "cluster": None, "_hears": noop}  # a trainer that has trained can be pickled
+        return {**vars(self), "cluster": None, "hears": noop}  # a trainer that has trained can be pickled
 
     def arrange(
         self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options
@@ -146,7 +147,7 @@ class Connection:
             self.cluster.open(store, meet, "torchrun's agent" if launch.has_agent() else None)
         if is_made_here and not port_of(self.cluster.device).is_host:  # Lightning does so only for exactly "nccl"
             atexit.register(_destroy_dist_connection)
-        self.cluster.control.when_agreed(self._hears)
+        self.cluster.control.when_agreed(self.hears)
         for request in tuple(self.noted):  # noted before these connections were open
             self.cluster.watch.request(request)
 
@@ -161,15 +162,6 @@ class Connection:
         if self.cluster is None or self.cluster.world.world_size == 1:
             return request in self.noted
         return self.cluster.control.agreed(request)
-
-    @contextlib.contextmanager
-    def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
-        """Within this context, a run, call a function with each request once all processes know of it."""
-        self.noted, self._hears = set(), hears
-        try:
-            yield
-        finally:
-            self._hears = noop
 
     def fail(self, exception: BaseException) -> None:
         """Report an exception that ends this process to the others, unless it is the stop that all agreed on."""
@@ -257,7 +249,9 @@ def handling_signals_together(trainer: pl.Trainer, connection: Connection) -> It
             raise SIGTERMException
         advance(*args)
 
+    connection.noted.clear()
     replacements: list[Replacement] = [
+        (connection, "hears", agreed),
         (signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)),
         (loop, "advance", next_batch),
     ]
@@ -269,7 +263,7 @@ def handling_signals_together(trainer: pl.Trainer, connection: Connection) -> It
         replacements.append((signals, "_sigterm_notifier_fn", stop))
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # a collective of all processes before every batch
             replacements.append((loop, "_broadcast_sigterm_tensor", noop))
-    with all_replaced(replacements), connection.listening(agreed):
+    with all_replaced(replacements):
         yield
 
 

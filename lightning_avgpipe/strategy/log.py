@@ -228,10 +228,8 @@ class StepLog:
             )
         options = {entry.name: entry.options for entry in self._collected}
         found = replicas.gather_objects([_portable(entry) for entry in self._collected])
-        if replicas.rank:
-            return []
-        known = [replace(e, options=options.get(e.name, e.options)) for entries in found for e in entries]
-        return [replace(e, value=self._placed(e.value)) for e in known]
+        entries = [] if replicas.rank else [entry for those in found for entry in those]
+        return [replace(e, options=options.get(e.name, e.options), value=self._placed(e.value)) for e in entries]
 
     def _placed(self, value: Any) -> Any:
         return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -254,9 +252,10 @@ class StepLog:
         arriving = leaders.begin_exchange([_portable(entry) for entry in numbers])
 
         def arrived() -> list[_Entry]:
-            others = (entry for group in arriving() for entry in group)
-            known = ((e, options.get(e.name, {**e.options, "sync_dist_fn": reduce})) for e in others)
-            return [*found, *(replace(entry, options=chosen) for entry, chosen in known)]
+            others = [entry for group in arriving() for entry in group]
+            return found + [
+                replace(e, options=options.get(e.name, {**e.options, "sync_dist_fn": reduce})) for e in others
+            ]
 
         return arrived
 

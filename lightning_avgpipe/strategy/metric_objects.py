@@ -183,15 +183,13 @@ def set_device(module: nn.Module, device: torch.device) -> None:
         ConfigurationError: the states of a metric object are on the meta device.
     """
     for name, one in module.named_modules():
-        states = one._defaults.values() if isinstance(one, Metric) else ()
-        if any(isinstance(state, Tensor) and state.is_meta for state in states):
-            raise ConfigurationError(
-                f"the metric object '{name}' was built without contents (init_module(empty_init=True), or "
-                "torch.device('meta')), so its initial values are unknown; make it in setup() of the module, or build "
-                "the module with contents"
-            )
-    for one in module.modules():
         if isinstance(one, Metric):
+            if any(isinstance(state, Tensor) and state.is_meta for state in one._defaults.values()):
+                raise ConfigurationError(
+                    f"the metric object '{name}' was built without contents (init_module(empty_init=True), or "
+                    "torch.device('meta')), so its initial values are unknown; make it in setup() of the module, or "
+                    "build the module with contents"
+                )
             kept = {id(tensor) for p in one.parameters() for tensor in (p, p.grad)} | set(map(id, one.buffers()))
             one._apply(lambda state, kept=kept: state if id(state) in kept else state.to(device))
         elif isinstance(one, pl.LightningModule):

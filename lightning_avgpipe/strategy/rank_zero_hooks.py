@@ -61,6 +61,8 @@ class _Hooks:
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
         self._packer = AttributePacker(module, self._cluster.device)
+        loop = context.trainer.fit_loop
+        self._with_settings = {"trainer": context.trainer, "fit_loop": loop, "epoch_loop": loop.epoch_loop}
 
     def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that every process calls: rank 0 runs the user's hook, the others wait for its changes.
@@ -116,12 +118,8 @@ class _Hooks:
 
     def _settings(self) -> dict[tuple[str, str], Any]:
         """Return the attributes of the trainer and its loops that are plain values, such as ``should_stop``."""
-        owners = self._with_settings().items()
+        owners = self._with_settings.items()
         return {(owner, name): v for owner, holder in owners for name, v in vars(holder).items() if type(v) in ATOMS}
-
-    def _with_settings(self) -> dict[str, Any]:
-        loop = self._trainer.fit_loop
-        return {"trainer": self._trainer, "fit_loop": loop, "epoch_loop": loop.epoch_loop}
 
     def _needed_elsewhere(self) -> frozenset[Key]:
         """Return the attributes that steps read on other processes, and the buffers that other processes hold."""
@@ -161,9 +159,8 @@ class _Hooks:
             self._trainer.save_checkpoint(*message.args, **message.kwargs)
             message = self._cluster.control.broadcast()
         news, optimization, settings = message
-        owners = self._with_settings()
         for (owner, name), value in settings.items():
-            vars(owners[owner])[name] = value
+            vars(self._with_settings[owner])[name] = value
         for (path, attribute), *content in news:
             self._packer.accept((path, attribute), self._packer.unpack(content))
         if optimization is not None:

@@ -235,19 +235,16 @@ class StateOfSteps:
         # rank 0 alone runs the latter
         if name not in RUN_BY_ALL_PROCESSES or (owner is self._module and name in WITH_RESULTS):
             return
-        keys = list(self._keys(owner, name)) if STEP in self._deployment.pipeline.steps else []
+        pipeline = self._deployment.pipeline
+        changed = pipeline.graph(STEP).changed_between if STEP in pipeline.steps else ()
+        named = self._names(owner, name) if changed else ()
+        keys = [key for key in changed if key[1].rpartition(".")[2] in named]
         if not keys:
             return
         sent: Any = self._cluster.control.broadcast(list(map(self._packed, keys)) if self._cluster.rank == 0 else None)
         for key, content in zip(keys, sent, strict=True) if self._cluster.rank else ():
             if content is not None:
                 self._packer.accept(key, self._packer.unpack(content))
-
-    def _keys(self, owner: Any, name: str) -> Iterator[Key]:
-        """Yield the attributes and variables that the step changes between submodules and the hook's code names."""
-        changed = self._deployment.pipeline.graph(STEP).changed_between
-        named = self._names(owner, name) if changed else ()
-        yield from (key for key in changed if key[1].rpartition(".")[2] in named)
 
     def _names(self, owner: Any, name: str) -> frozenset[str]:
         """Return the names that a hook may read."""

@@ -461,6 +461,11 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.device_layout.replicas
 
     @property
+    def save_distributed_checkpoint(self) -> bool:
+        """Whether each process writes its own part of a checkpoint."""
+        return self.options.save_distributed_checkpoint
+
+    @property
     def facts(self) -> Facts:
         """The facts about this run that decide which options have an effect."""
         tuned = self.tuner is not None
@@ -500,7 +505,7 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         commands.begin_script(trainer)
-        in_shards = self.options.save_distributed_checkpoint
+        in_shards = self.save_distributed_checkpoint
         self.checkpoint_io: CheckpointIO = checkpoint_files.choose_files(self._checkpoint_io, in_shards)
         if not self.passthrough:  # by now all callbacks are known
             refusing = connection.refusing_bad_checkpoints(trainer, self._connection, lambda: self._begun)
@@ -717,7 +722,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
         self._state.complete(checkpoint)
-        if not self.options.save_distributed_checkpoint:
+        if not self.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoint_files.save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
