@@ -192,8 +192,10 @@ class Plan:
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
+        counted = self.num_stages > 1 and not self.measured
+        shares = ["times are shares of counted operations, not measured"] if counted else []
         expected = [] if self.forecast is None else [self._expectation(self.forecast)]
-        return [*self._copies(), *self._batch(), *self._saved(), *self.remarks, *expected]
+        return [*self._copies(), *self._batch(), *self._saved(), *self.remarks, *shares, *expected]
 
     @property
     def brief(self) -> str:

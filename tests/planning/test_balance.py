@@ -208,13 +208,14 @@ def test_a_plan_is_a_table() -> None:
         "-------------------------------------------------------------------------",
         "0      u0            1.5 K       50%   0 B     1 value, 4 B a micro-batch",
         "1      u1 .. u3 (3)  4.5 K       50%   4 B     -",
+        "times are shares of counted operations, not measured",
     ]
     plan = replace(plan, remarks=("0 < 1",))
     assert plan._repr_html_() == (  # what notebooks show
         "<table><tr><th>stage</th><th>units</th><th>parameters</th><th>time</th><th>memory</th>"
         "<th>sends to the next</th></tr><tr><td>0</td><td>u0</td><td>1.5 K</td><td>50%</td><td>0 B</td>"
         "<td>1 value, 4 B a micro-batch</td></tr><tr><td>1</td><td>u1 .. u3 (3)</td><td>4.5 K</td><td>50%</td>"
-        "<td>4 B</td><td>-</td></tr></table><p>0 &lt; 1</p>"
+        "<td>4 B</td><td>-</td></tr></table><p>0 &lt; 1<br>times are shares of counted operations, not measured</p>"
     )
     assert plan.brief == "stage 0: u0; stage 1: u1 .. u3 (3)"
     assert replace(plan, devices=((2, 3), (0, 1))).brief == "stage 0 (rank 2, 3): u0; stage 1 (rank 0, 1): u1 .. u3 (3)"
