@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 STEP = "training_step"
 
 Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
-Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
 @dataclass(kw_only=True)
@@ -53,7 +52,6 @@ class Iteration:
         trains: whether there is a backward.
         progress: replacements that give the trainer's counters the values for this batch; None once Lightning's loop
             has reached it.
-        finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
         clears: clears the gradients once each stage of this process has run a forward; None: they are cleared already,
             or accumulate.
         entries: list of the values that steps log; None: they go to the log's current batch.
@@ -75,7 +73,6 @@ class Iteration:
     first: tuple[int, int]
     trains: bool = True
     progress: Sequence[Replacement] | None = None
-    finish: Finish | None = None
     clears: ClearingGradients | None = None
     entries: list[Any] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
@@ -100,11 +97,6 @@ class Iteration:
     def changed(self) -> bool:
         """Whether user code has changed a batch since it was read ahead."""
         return any(version_of(tensor) != version for tensor, version in self.versions)
-
-    def begin_backward(self, n: int, i: int, result: Any) -> Tensor | None:
-        """Return the tensor from which a micro-batch's backward starts; None: no backward. It is never called early."""
-        assert self.finish is not None
-        return self.finish(n, i, result)
 
 
 class ClearingGradients(Observer):
@@ -187,7 +179,6 @@ class IterationOrder:
         iteration = loop.new_iteration(STEP, batches, rest)
         iteration.trains = not loop.is_averaging_pass
         loop.clear_or_defer(iteration)
-        iteration.finish = loop.finish(iteration)
         ran = loop.run(iteration)
         iteration.micro_batches = iteration.weighed()
         if not ran:

@@ -31,7 +31,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
-from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Finish, Iteration, IterationOrder
+from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Iteration, IterationOrder
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -298,32 +298,33 @@ class PipelineLoop:
         else:  # with several models the module may have another model's weights after the first forward
             self.models.clear_gradients(self.zero_grad)
 
-    def finish(self, iteration: Iteration) -> Finish:
-        """Return the function that the last stage calls with the result of a micro-batch."""
-        module, precision = self.module, self.trainer.precision_plugin
+    def finish(self, iteration: Iteration, n: int, i: int, result: Any) -> Tensor | None:
+        """Return the tensor from which a micro-batch's backward starts, on the last stage; None: there is no backward.
+
+        Args:
+            iteration: the iteration.
+            n: number of the pipeline.
+            i: number of the micro-batch.
+            result: what the step has returned for it.
+        """
         averages = self.configuration.options.loss_reduction == "mean"
-        accumulate = self.trainer.accumulate_grad_batches
-
-        def finish(n: int, i: int, result: Any) -> Tensor | None:
-            if i == 0 and iteration.clears is not None:
-                iteration.clears.end()  # after the first forward and before all backwards, as on one device
-            weight = iteration.weighed()[n][i].weight
-            if result is None or (averages and not weight):  # without weight the loss is a mean over nothing: NaN
-                self.models.replicas.check_trains(i)
-                return None
-            loss = trainable_loss(result)
-            if accumulate > 1:
-                loss = loss / accumulate
-            # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then;
-            # for a batch that Lightning's loop has not reached, they are called when it has
-            calls_hooks = n == 0 and iteration.first_loss is None and iteration.progress is None
-            if n == 0 and iteration.first_loss is None:
-                iteration.first_loss = loss.detach()
-            with self._hook_called() if calls_hooks else quiet(self.trainer, "on_before_backward"):
-                loss = precision.pre_backward(loss, module)
-            return loss * weight if averages and weight != 1.0 else loss
-
-        return finish
+        if i == 0 and iteration.clears is not None:
+            iteration.clears.end()  # after the first forward and before all backwards, as on one device
+        weight = iteration.weighed()[n][i].weight
+        if result is None or (averages and not weight):  # without weight the loss is a mean over nothing: NaN
+            self.models.replicas.check_trains(i)
+            return None
+        loss = trainable_loss(result)
+        if self.trainer.accumulate_grad_batches > 1:
+            loss = loss / self.trainer.accumulate_grad_batches
+        # the hooks are called once per batch, with the first micro-batch's loss, the only one that is known then; for a
+        # batch that Lightning's loop has not reached, they are called when it has
+        calls_hooks = n == 0 and iteration.first_loss is None and iteration.progress is None
+        if n == 0 and iteration.first_loss is None:
+            iteration.first_loss = loss.detach()
+        with self._hook_called() if calls_hooks else quiet(self.trainer, "on_before_backward"):
+            loss = self.trainer.precision_plugin.pre_backward(loss, self.module)
+        return loss * weight if averages and weight != 1.0 else loss
 
     @contextlib.contextmanager
     def _hook_called(self) -> Iterator[None]:
@@ -373,11 +374,12 @@ class PipelineLoop:
         known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
         self.models.step_log.begin(sum(map(len, works)))
-        if verifier is not None:
-            assert iteration.finish is not None
-            number, finish, batch = iteration.number, iteration.finish, iteration.first_batch
-            iteration.finish = verifier.begin(works, iteration.other_args, number, finish, batch, iteration.shares > 1)
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
+        if verifier is not None:
+            number, batch, divided = iteration.number, iteration.first_batch, iteration.shares > 1
+            unverified = partial(self.finish, iteration)
+            finish = verifier.begin(works, iteration.other_args, number, unverified, batch, divided)
+            tasks = [replace(task, finish=partial(finish, n)) for n, task in enumerate(tasks)]
         ensemble = self.deployment.parallel.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
         if iteration.clears is not None:
@@ -408,7 +410,7 @@ class PipelineLoop:
         return Task(
             partial(self._call, iteration, n),
             [(part.data, *iteration.other_args) for part in iteration.micro_batches[n]],
-            partial(iteration.begin_backward, n) if iteration.trains else None,
+            partial(self.finish, iteration, n) if iteration.trains else None,
             RandomKey(self.configuration.seed, iteration.number, pipeline + n, before),
             starts_from_kept,
             partial(self._around, iteration, n),

@@ -249,7 +249,6 @@ class RollingOrder(IterationOrder):
                 if n not in iteration.begun:
                     self._begin(iteration, n)
             return True
-        iteration.finish = loop.finish(iteration)
         ran = loop.run(iteration)
         iteration.begun = set(numbers)
         if not ran:
@@ -306,7 +305,6 @@ class RollingOrder(IterationOrder):
         loop = self.loop
         if iteration.entries is None:
             iteration.entries = []
-            iteration.finish = loop.finish(iteration)
         schedule = loop.schedule(iteration.micro_batches[n], True)
         self._engine.begin([self._pipelines[n]], [schedule], [loop.task(iteration, n)])
         iteration.begun.add(n)
@@ -399,7 +397,7 @@ class RollingOrder(IterationOrder):
                 for name, tensor in self._buffers(n).items():
                     tensor.copy_(kept[name])
         iteration.kept, iteration.outcomes = {}, []
-        iteration.first_loss = iteration.finish = iteration.entries = None
+        iteration.first_loss = iteration.entries = None
 
 
 def order(loop: PipelineLoop) -> RollingOrder | None:

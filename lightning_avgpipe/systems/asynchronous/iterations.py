@@ -110,7 +110,6 @@ class AsynchronousOrder(IterationOrder):
         assert stream is not None and loop.deployment.plan is not None
         self._read_ahead(stream, current.other_args)
         loop.clear_or_defer(current, drains=False)
-        current.finish = loop.finish(current)
         loop.models.step_log.begin(len(parts))
         schedule, control = loop.schedule(parts, True), loop.schedule_control
         with control.iteration(self._task(current), [parts], loop.deployment.plan, schedule):
