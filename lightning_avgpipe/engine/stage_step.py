@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.execution import Execution, OwnStream
@@ -43,11 +44,11 @@ from lightning_avgpipe.engine.stage_values import AnswerCache
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten, registers_of, states_of
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.state.outside import assigned_names, names_in, user_classes
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.names import joined, listed, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.random_streams import seed_host
 
@@ -60,19 +61,27 @@ _log = logging.getLogger(__name__)
 
 
 def why_follow(program: StageProgram) -> str | None:
-    """Return a property of a step's graph that rules out flat programs; None: there is none."""
+    """Return a property of a step's graph that rules out flat programs, with what has it; None: there is none."""
     graph = program.graph
-    reasons = {
-        "it changes its batch": graph.batch_writes,
-        "it changes buffers between units": graph.glue_states or program.upkeep or program.foreign_upkeep,
-        "it changes attributes or objects": graph.assigned_between or graph.set_back or graph.mutated_between,
-        "it writes into tensors of its own": graph.written_tensors or graph.carried,
-        "it draws from Python's or NumPy's generators": graph.host_drawing,
-        "it has generators of its own": graph.generators,
-        "it holds iterators": graph.iterators,
-        "it branches on numbers in tensors": any(node.reads_numbers for node in graph.nodes[: program.end]),
+    kept, unnamed = [*program.upkeep, *program.foreign_upkeep], ["unnamed"] * bool(graph.generators)
+    reasons: dict[str, Sequence[object]] = {
+        "it changes its batch": ["in place"] * graph.batch_writes,
+        "it changes buffers between units": [*sorted(graph.glue_states), *(graph.nodes[index] for index in kept)],
+        "it changes attributes or objects": [joined(*key) for key in (*graph.changed_between, *graph.set_back)],
+        "it writes into tensors of its own": [*(joined(*key) for key in graph.written_tensors), *graph.carried],
+        "it draws from Python's or NumPy's generators": [path or "the step" for path in sorted(graph.host_drawing)],
+        "it has generators of its own": [name for use in graph.generators for _, name, _ in use.leads] or unnamed,
+        "it holds iterators": [joined(*key) for key in graph.iterators],
+        "it branches on numbers in tensors": [node for node in graph.nodes[: program.end] if node.reads_numbers],
     }
-    return next((reason for reason, found in reasons.items() if found), None)
+    found = ((reason, list(dict.fromkeys(map(str, names)))) for reason, names in reasons.items() if names)
+    return next((f"{reason} ({listed(names)})" for reason, names in found), None)
+
+
+def remarks(graph: CallGraph, cuts: Sequence[int]) -> list[str]:
+    """Return a line that says why stages follow the Python of a step for each micro-batch; none if it is not known."""
+    reasons = [why for program in stage_programs(graph, cuts) if (why := why_follow(program)) is not None]
+    return [f"the Python of your step runs for each micro-batch: {reasons[-1]}"] if reasons and cuts else []
 
 
 _NOT_STATIC = "static_step=False, or a hook of yours runs between micro-batches (such as on_before_zero_grad)"

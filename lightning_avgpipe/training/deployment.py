@@ -23,6 +23,7 @@ from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.own_module import VersionedWeights
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage_step import remarks
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner, PlanSource
@@ -84,6 +85,7 @@ class Deployment:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
+        self._may_repeat = execution.static is not False
         self.plan: Plan | None = None
         self.undivided: dict[str, str] = {}
         self._averaging = averaging
@@ -188,7 +190,8 @@ class Deployment:
             return False
         if final:
             traffic = traffic_lines(plan, self._module, self._cluster, self._averaging)
-            plan = replace(plan, remarks=(*plan.remarks, *traffic))
+            followed = remarks(plan.graph, plan.cuts) if self._may_repeat else []
+            plan = replace(plan, remarks=(*plan.remarks, *followed, *traffic))
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
         if self.is_final and self.plan is not None and self.parallel.has_trained:
             models = 1 if self.parallel.ensemble is None else self.parallel.ensemble.models.size

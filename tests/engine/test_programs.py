@@ -515,6 +515,19 @@ def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     assert "stage 1 follows the Python of the step for each micro-batch: " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Leaves(assigns), ["it changes attributes or objects (last)"]),
+        (lambda: Leaves(lambda module, batch_idx: None), []),
+    ],
+)
+def test_the_plan_says_what_lets_each_micro_batch_be_followed(make: Callable[[], Logged], said: list[str]) -> None:
+    lines = str(trained(make()).strategy.plan).splitlines()
+    follows = "the Python of your step runs for each micro-batch: "
+    assert [line.removeprefix(follows) for line in lines if line.startswith(follows)] == said
+
+
 # -- what has another form with another micro-batch -------------------------------------------------------------------
 
 
