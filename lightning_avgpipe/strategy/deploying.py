@@ -21,6 +21,7 @@ from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.strategy import commands, hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.context import RunContext
@@ -33,6 +34,7 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.weights.initialisation import on_meta
 
 _PAYS = 0.9  # pipelining pays if it takes at most this fraction of the time on one device
+_SMALL_LAYER_S = 5e-4  # below this, a layer's backward takes much longer in two halves
 _DOMINATES = 0.9  # if one stage takes more than this share of the time, the other stages gain nothing
 
 
@@ -151,9 +153,23 @@ def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
             "Stages are too small for these links, or too few micro-batches fill them; use larger batches, or a larger "
             "model, or one device"
         )
+    if (recipe := RECIPES.get(plan.forecast.schedule if plan.forecast else "")) is not None and recipe.splits:
+        _warn_of_halves(plan)
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _DOMINATES else rank_zero_info
         tell(plan.note)
+
+
+def _warn_of_halves(plan: Plan) -> None:
+    """Say that splitting backwards costs more than the forecast counts, if layers are small."""
+    count = sum(len(stage.parameters) for stage in plan.stages) or 1
+    layer_s = 2 * sum(stage.backward for stage in plan.stages) / count  # most layers have a weight and a bias
+    if plan.measured and plan.forecast is not None and layer_s < _SMALL_LAYER_S:
+        rank_zero_info(
+            f"schedule={plan.forecast.schedule!r} splits each backward in two. With layers of "
+            f"{format_seconds(layer_s)}, both halves take about 1.5 times as long as a whole backward, which the "
+            "expected time does not count. Compare it with schedule='1f1b'"
+        )
 
 
 def _warn_of_decisions(plan: Plan) -> None:

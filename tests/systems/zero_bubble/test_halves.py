@@ -20,7 +20,9 @@ from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.schedule import StageCosts, Timeline, build, check, simulate
 from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT, halved
 from tests.driver import Engine
+from tests.models import MLP, loader
 from tests.schedule.test_several_stages import stashed, thirds
+from tests.trainers import pipeline
 
 F = nn.functional
 TOKENS, FLOATS = torch.arange(64).reshape(8, 8) % 32, torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -282,6 +284,15 @@ def test_hooks_on_nodes_are_called_once_for_each_micro_batch() -> None:
         OnNodes.calls.clear()
         engine.train(FLOATS.clone(), schedule)
         assert OnNodes.calls == {"before": 16, "after": 16}, schedule
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("zb_h1", 1), ("1f1b", 0)])
+def test_the_plan_says_that_halves_of_small_layers_take_longer(
+    schedule: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        pipeline(2, 1, {"schedule": schedule, "costs": "measured"}, max_epochs=1).fit(MLP(), loader(MLP, 8, 4))
+    assert caplog.text.count(f"schedule='{schedule}' splits each backward in two") == said
 
 
 def test_a_value_that_retains_its_gradient_has_it_once() -> None:
