@@ -32,6 +32,7 @@ COMMANDS = {
     for command in re.findall(r"^python (-m lightning_avgpipe .*|examples/cli.py .*)$", block, re.MULTILINE)
     if not command.endswith("\\")  # of large_models.md, which needs a folder with a model
 }
+LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 SCHEDULES = sorted(command for command in COMMANDS if " schedule " in command)
 
 
@@ -118,11 +119,12 @@ def test_every_page_has_its_place() -> None:
         assert f": {Path(name).name}\n" in listed, name
 
 
-def test_options_are_all_documented() -> None:
+def test_options_are_all_documented_and_have_an_anchor() -> None:
     page = PAGES["docs/options.md"]
-    for kind in (AvgPipeStrategy, Averaging, Links):
-        for name in inspect.signature(kind).parameters.keys() - {"kwargs"}:
-            assert f"`{name}`" in page, f"{kind.__name__}: {name}"
+    for kind, prefix in ((AvgPipeStrategy, ""), (Averaging, "averaging-"), (Links, "links-")):
+        for name in inspect.signature(kind).parameters.keys() - {"kwargs", "averaging", "links", *LIGHTNINGS}:
+            assert f'| <a id="{prefix}{name}"></a>`{name}` |' in page, f"{kind.__name__}: {name}"
+    assert all(f"`{name}`" in page for name in LIGHTNINGS)
 
 
 def test_ci_installs_and_tests_as_the_readme_says() -> None:
