@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Need, nbytes
 from lightning_avgpipe.planning.plan import Plan, StagePlan, first_to_last
-from lightning_avgpipe.planning.ranges import evenest, least_bottleneck
-from lightning_avgpipe.utils.names import is_within, joined, nearest, table
+from lightning_avgpipe.utils.names import is_within, joined, table
 
 _ABOVE_BEST = 1.2  # largest stage allowed, relative to the smallest possible one, to keep modules in one piece
-_DEPTHS = 256.0  # no module has as many ancestors; a power of two, so that sums of depths are exact
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,42 @@ def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> 
 
 def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list[int]:
     """Return the cuts between stages that divide the fewest modules while the largest stage is near its optimum."""
-    sums = np.cumsum([0, *weights], dtype=float)
-    sizes = np.where(np.tri(len(sums), dtype=bool), np.inf, sums[None, :] - sums[:, None])
-    free = np.zeros((num_stages - 1, len(sums)))
-    limit = least_bottleneck([sizes] * num_stages, free) * _ABOVE_BEST
-    depths = np.array([0, *itertools.starmap(_common, itertools.pairwise(names)), 0], dtype=float)
-    allowed = np.where(sizes <= limit, 0.0, np.inf)
-    return evenest([allowed] * num_stages, free + depths, _DEPTHS)
+    count = len(names)
+    sums = [0, *itertools.accumulate(weights)]
+    limit = _smallest_limit(weights, num_stages) * _ABOVE_BEST
+    depths = [0, *(_common(a, b) for a, b in itertools.pairwise(names)), 0]
+    # for each possible end of a stage: the least sum of the depths of cuts so far, and where that stage begins
+    best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
+    for _ in range(num_stages):
+        before = best[-1]
+        best.append(
+            [
+                min(
+                    ((before[i][0] + depths[j], i) for i in range(bisect_left(sums, sums[j] - limit), j)),
+                    default=(math.inf, 0),
+                )
+                for j in range(count + 1)
+            ]
+        )
+    cuts, end = [], count
+    for row in reversed(best[2:]):
+        end = row[end][1]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
+    """Return the smallest size that the largest stage can have."""
+
+    def suffices(limit: int) -> bool:
+        stages, size = 1, 0
+        for weight in weights:
+            if size + weight > limit:
+                stages, size = stages + 1, 0
+            size += weight
+        return stages <= num_stages
+
+    return max(weights) + bisect_left(range(max(weights), sum(weights)), True, key=suffices)
 
 
 def _common(one: str, other: str) -> int:
@@ -136,31 +163,39 @@ def _plan(
     module: nn.Module, num_stages: int, stage_of: Mapping[str, int], held: Mapping[str, int], limit: float
 ) -> SizePlan:
     """Make the plan. A module whose parts are all on one stage belongs to it as a whole."""
-    tensors = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-    units: dict[str, int] = {}
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    buffers = {id(b): name for name, b in module.named_buffers()}
     owner: dict[str, int] = {}
+    units: list[list[str]] = [[] for _ in range(num_stages)]
+    visited: set[str] = set()
     for path, part in module.named_modules():
-        within = {stage for name, stage in stage_of.items() if is_within(name, path)}
-        if len(within) != 1 or nearest(path, units):
+        if not path or any(path.startswith(f"{above}.") for above in visited):
             continue
-        units[path] = stage = within.pop()
-        for tensor in (*part.parameters(), *part.buffers()):
-            if id(tensor) in tensors:  # TorchScript makes new objects
-                owner.setdefault(tensors[id(tensor)], stage)
-    total = sum(held.get(name, 0) for name in owner) or 1
-    stages = []
-    for k in range(num_stages):
-        sizes = {name: p.numel() for name, p in module.named_parameters() if owner.get(name) == k}
-        states = tuple(name for name, _ in module.named_buffers() if owner.get(name) == k)
-        need = sum(held[name] for name in sizes)
+        stages = {stage for name, stage in stage_of.items() if is_within(name, path)}
+        if len(stages) != 1:
+            continue
+        visited.add(path)
+        stage = stages.pop()
+        units[stage].append(path)
+        owner |= {canonical[id(p)]: owner.get(canonical[id(p)], stage) for p in part.parameters()}
+        owner |= {buffers[id(b)]: owner.get(buffers[id(b)], stage) for b in part.buffers() if id(b) in buffers}
+    parameters = [[name for name in canonical.values() if owner.get(name) == k] for k in range(num_stages)]
+    states = [[name for name in buffers.values() if owner.get(name) == k] for k in range(num_stages)]
+    needs = [sum(held[name] for name in names) for names in parameters]
+    total = sum(needs) or 1
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    for k, need in enumerate(needs):
         if need > limit:
             raise PartitionError(
                 f"stage {k} needs {nbytes(need)} for weights, gradients and optimizer state, more than memory_limit "
                 f"({nbytes(limit)}); use more devices"
             )
-        paths, memory = tuple(path for path, stage in units.items() if stage == k), Need(need, 0, 0)
-        total_size, share = sum(sizes.values()), need / total
-        stages.append(StagePlan(k, paths, tuple(sizes), states, total_size, share, 0.0, 0.0, memory, ()))
-    everything = tuple(path for stage in stages for path in stage.units)
-    graph = CallGraph("", (), (), frozenset(), everything, frozenset())
-    return SizePlan(tuple(stages), (0,) * (num_stages - 1), graph)
+    stages_ = tuple(
+        StagePlan(
+            k, tuple(units[k]), tuple(parameters[k]), tuple(states[k]), sum(sizes[name] for name in parameters[k]),
+            needs[k] / total, 0.0, 0.0, Need(needs[k], 0, 0), (),
+        )
+        for k in range(num_stages)
+    )  # fmt: skip
+    everything = tuple(path for paths in units for path in paths)
+    return SizePlan(stages_, (0,) * (num_stages - 1), CallGraph("", (), (), frozenset(), everything, frozenset()))
