@@ -116,15 +116,21 @@ def cut_balanced(
     return tuple(positions[j] for j in chosen)
 
 
-def cut_at(graph: CallGraph, split_points: Sequence[str]) -> tuple[int, ...]:
+def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
     """Return the cuts before the first call of each named unit.
 
     Args:
         graph: call graph to be cut.
         split_points: names of the units (or of modules that hold units) at which stages 1..K-1 begin.
+        num_stages: K, number of stages.
     Raises:
-        PartitionError: a name that is never called, names out of order, or an illegal cut.
+        PartitionError: a wrong number of names, a name that is never called, names out of order, or an illegal cut.
     """
+    if len(split_points) != num_stages - 1:
+        raise PartitionError(
+            f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
+            "one for each stage after the first"
+        )
     calls = _calls(graph)
     called = ", ".join(dict.fromkeys(node.name for node in calls))
     before = {gap.before: gap for gap in gaps(graph)}

@@ -206,7 +206,7 @@ class Planner:
         costing = replace(self.costing, samples=replace(self.costing.samples, spent_s=0.0))
         measured = partial(self._measured, costing, step, conditions.links)
         if self.split_points is not None:
-            cuts = cut_at(graph, self.split_points)
+            cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
             plan = self.plan_at(graph, cuts, costs, memory)
         else:

@@ -183,8 +183,11 @@ def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
 def test_split_points_may_name_a_unit_or_what_holds_it() -> None:
     nodes = [("call", name, [i - 1] if i else [], [f"{name}.w"]) for i, name in enumerate(["a", "b.0", "b.1", "c"])]
     graph = graph_of(nodes, [4] * 4, kept=[3])
-    assert cut_at(graph, ["b", "c"]) == (1, 3)
-    assert cut_at(graph, ["b.1"]) == (2,)
+    assert cut_at(graph, ["b", "c"], 3) == (1, 3)
+    assert cut_at(graph, ["b.1"], 2) == (2,)
+    # with num_stages="auto" the number of stages is not known when options are checked
+    with pytest.raises(PartitionError, match="names 2 units, but num_stages=4 needs 3"):
+        cut_at(graph, ["b", "c"], 4)
 
 
 def test_another_step_is_cut_where_the_parameters_are() -> None:
