@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -233,6 +234,7 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
         OSError: writing failed, for example on a full disk. The message has the reason, which that of torch.save may
             not give, and ``target``, the final path of the file.
     """
+    handled = sys.exc_info()[1]  # a checkpoint may be saved because of an error, which is no reason why writing fails
     try:
         with path.open("wb") as file:
             torch.save(content, file)
@@ -241,7 +243,8 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
     except Exception as raised:
         error: BaseException | None = raised
         while error is not None and not isinstance(error, OSError):
-            error = error.__context__  # torch.save closes its archive after an error, which raises another one
+            # torch.save closes its archive after an error, which raises another one
+            error = None if error.__context__ is handled else error.__context__
         if error is None:
             raise
         reason = error.strerror or str(error)

@@ -201,6 +201,14 @@ def test_a_full_disk_is_named_with_the_path_and_the_checkpoint_before_stays(tmp_
     assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_what_cannot_be_pickled_is_named_also_while_an_error_of_the_file_system_is_handled(tmp_path: Path) -> None:
+    try:
+        raise ConnectionResetError("the data is gone")
+    except OSError:
+        with pytest.raises(Exception, match=r"[Cc]an.t pickle"):
+            LocalCheckpointIO().save_checkpoint({"of": lambda: None}, tmp_path / "last.ckpt")
+
+
 def die_while_saving(runner: Any, path: Path) -> None:
     """In a process of its own: end without any cleaning up."""
     os.replace = lambda *_: os._exit(9)  # type: ignore[assignment]
