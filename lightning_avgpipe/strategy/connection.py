@@ -327,13 +327,15 @@ def _why_no_checkpoint(trainer: pl.Trainer, connection: Connection, has_begun: b
     return None
 
 
-def refusing_bad_checkpoints(
-    trainer: pl.Trainer, connection: Connection, has_begun: Callable[[], bool]
-) -> Iterator[Replacement]:
-    """Yield replacements, for a whole run, with which no bad checkpoint is saved after a failure or an interruption.
+def _is_refused(trainer: pl.Trainer, connection: Connection, has_begun: Callable[[], bool], what: str = "") -> bool:
+    why = _why_no_checkpoint(trainer, connection, has_begun())
+    if why is not None:
+        rank_zero_warn(f"No checkpoint is saved{what}{why}")
+    return why is not None
 
-    Callbacks do not save after an exception either: otherwise a callback would replace its last checkpoint, although
-    the trainer saves no new one.
+
+def refusing_bad_checkpoints(trainer: pl.Trainer, connection: Connection, has_begun: Callable[[], bool]) -> Replacement:
+    """Return a replacement, for a whole run, with which the trainer saves no bad checkpoint after a failure.
 
     Args:
         trainer: trainer of the run.
@@ -342,20 +344,25 @@ def refusing_bad_checkpoints(
     """
     save = trainer.save_checkpoint
 
-    def is_refused(what: str = "") -> bool:
-        why = _why_no_checkpoint(trainer, connection, has_begun())
-        if why is not None:
-            rank_zero_warn(f"No checkpoint is saved{what}{why}")
-        return why is not None
-
     def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_refused(f" to {filepath}"):
+        if not _is_refused(trainer, connection, has_begun, f" to {filepath}"):
             save(filepath, *args, **kwargs)
 
-    def unless_refused(saves: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
-        return lambda trainer: saves(trainer) and not is_refused()
+    return trainer, "save_checkpoint", save_checkpoint
 
-    yield trainer, "save_checkpoint", save_checkpoint
+
+def keeping_last_checkpoint(
+    trainer: pl.Trainer, connection: Connection, has_begun: Callable[[], bool]
+) -> Iterator[Replacement]:
+    """Yield replacements with which callbacks do not save after an exception either, once all callbacks are known.
+
+    Otherwise a callback would replace its last checkpoint, although the trainer saves no new one. For the arguments see
+    :func:`refusing_bad_checkpoints`.
+    """
+
+    def unless_refused(saves: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
+        return lambda trainer: saves(trainer) and not _is_refused(trainer, connection, has_begun)
+
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_should_save_on_exception"):
             yield callback, "_should_save_on_exception", unless_refused(callback._should_save_on_exception)

@@ -499,6 +499,9 @@ class AvgPipeStrategy(ParallelStrategy):
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._checkpoints = CheckpointState(model, self._connection, self._configuration)
+        if not self.passthrough and model._trainer is not None:  # without a trainer, the module will only be saved
+            refusing = connection.refusing_bad_checkpoints(model.trainer, self._connection, lambda: self._begun)
+            self._undo.enter_context(all_replaced([refusing]))
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
@@ -508,8 +511,8 @@ class AvgPipeStrategy(ParallelStrategy):
         in_shards = self.save_distributed_checkpoint
         self.checkpoint_io: CheckpointIO = checkpoint_files.choose_files(self._checkpoint_io, in_shards)
         if not self.passthrough:  # by now all callbacks are known
-            refusing = connection.refusing_bad_checkpoints(trainer, self._connection, lambda: self._begun)
-            self._undo.enter_context(all_replaced(refusing))
+            keeping = connection.keeping_last_checkpoint(trainer, self._connection, lambda: self._begun)
+            self._undo.enter_context(all_replaced(keeping))
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as in ddp; also with one process, so that its random numbers are those of several

@@ -212,7 +212,7 @@ def test_a_checkpoint_is_written_on_an_exception_and_by_a_run_after_it(tmp_path:
     assert torch.load(path, weights_only=True)["global_step"] == runner.global_step
 
 
-@pytest.mark.parametrize("moment", ["setup", "on_fit_start"])
+@pytest.mark.parametrize("moment", ["configure_callbacks", "setup", "on_fit_start"])
 def test_a_run_that_fails_before_training_leaves_what_a_run_before_it_saved(moment: str, tmp_path: Path) -> None:
     model = MLP()
     path = tmp_path / "on_exception.ckpt"
