@@ -13,6 +13,7 @@ It stays in the queue, and may be put back: then it is moved again when its iter
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -347,9 +348,7 @@ class Batches:
         queue = self._queue
         if queue is None:
             return self._moved(batch, dataloader_idx, 0)
-        bundle = queue.take()
-        bundle.items[0] = (batch, 0, 0)  # the precision plugin has converted it
-        batch, *self._others = self._moved_all(bundle)
+        batch, *self._others = self._moved_all(queue.take(), batch)
         return batch
 
     def next(self, ahead: int) -> list[Any]:
@@ -365,10 +364,17 @@ class Batches:
         bundle = loader.upcoming(ahead)
         return [] if bundle is None else self._moved_all(bundle)
 
-    def _moved_all(self, bundle: _Bundle) -> list[Any]:
-        """Return the batches of a bundle on the device, after all hooks that Lightning's loop calls before a step."""
+    def _moved_all(self, bundle: _Bundle, *converted: Any) -> list[Any]:
+        """Return the batches of a bundle on the device, after all hooks that Lightning's loop calls before a step.
+
+        Args:
+            bundle: the bundle.
+            converted: pipeline 0's batch, if the precision plugin has converted it.
+        """
         if bundle.moved is None:
-            bundle.moved = [self._moved(self._converted(batch), 0, n) for n, (batch, _, _) in enumerate(bundle.items)]
+            others = (self._converted(batch) for batch, _, _ in bundle.items[len(converted) :])
+            ready = itertools.chain(map(self._hooked, converted), others)
+            bundle.moved = [self._moved(batch, 0, n) for n, batch in enumerate(ready)]
         return bundle.moved
 
     def put_back(self) -> None:
@@ -378,8 +384,11 @@ class Batches:
             loader.put_back()
 
     def _converted(self, batch: Any) -> Any:
-        """Convert a batch of training as Lightning does before its transfer; the hook runs on the reader only."""
-        batch = self._trainer.precision_plugin.convert_input(batch)
+        """Convert a batch of training as Lightning does before its transfer."""
+        return self._hooked(self._trainer.precision_plugin.convert_input(batch))
+
+    def _hooked(self, batch: Any) -> Any:
+        """Return a batch of training after the hook before its transfer, which runs on the reader only."""
         return self._before_transfer(batch, 0) if self._cluster.reads else batch
 
     def _moved(self, batch: Any, dataloader_idx: int, pipeline: int) -> Any:

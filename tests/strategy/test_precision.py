@@ -27,14 +27,14 @@ def half_mixed() -> MixedPrecision:
 
 
 class Copied(Precision):
-    """A user's own: computes in double, with a scaled loss, and clips in its own way."""
+    """A user's own: computes in double, with scaled inputs and a scaled loss, and clips in its own way."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module.double()
 
     def convert_input(self, data: Any) -> Any:
         inputs, targets = data
-        return inputs.double(), targets.double()
+        return inputs.double() / 4.0, targets.double()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
