@@ -6,8 +6,9 @@ that are not final yet, such as metrics and learning rates.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ class Overlap:
         self._read: dict[str, Variable] = {}
         self._held: dict[str, Snapshot] = {}
         self._graph: CallGraph | None = None
+        self._is_first = False  # whether the running batch is the one from which the step was captured
         self._trained: frozenset[str] = frozenset()  # parameters that were trained when :meth:`begin` was called
 
     # -- iterations that were read ahead -------------------------------------------------------------------------------
@@ -192,19 +194,26 @@ class Overlap:
             replacements.append((module, "optimizers", self._refuse("optimizers()", module.optimizers)))
         return all_replaced(replacements)
 
-    def begin(self) -> None:
-        """Record the values that a step reads. Hooks must not change them until the next call.
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within this context a step runs for the current batch.
 
-        It is called when a step has run, since what the first one sets once (an attribute that is made when it is first
-        needed) is no change by a hook. Capture has seen this write, and no cut separates it from units that read it.
+        What the first step sets once (an attribute that is made when it is first needed) does not count as a change by
+        a hook. Capture has seen this write, and no cut separates it from the units that read it.
         """
+        unchanged = [name for name in self._held if not self._changed(name)] if self._is_first else []
+        yield
+        self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
+
+    def begin(self) -> None:
+        """Record the values that a step reads. Hooks must not change them until the next call."""
         module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
         if graph is not self._graph:
             keys = [key for key in graph.reads if key[1] not in _IGNORED and key not in graph.written_tensors]
             named = {".".join(filter(None, key)): variable(module, *key) for key in keys}
             self._read = named | outside_variables(module)
         self._held = {name: self._hold(name) for name in self._read}
-        self._graph = graph
+        self._graph, self._is_first = graph, graph is not self._graph
         self._trained = self._trained_now
 
     def check(self) -> None:
@@ -213,6 +222,7 @@ class Overlap:
         Raises:
             ConfigurationError: a hook has changed something; the message names it.
         """
+        self._is_first = False
         changed = next(filter(self._changed, self._held), None)
         if changed is not None:
             raise ConfigurationError(

@@ -23,8 +23,8 @@ a backward and of a step follow, and the optimizer's step. No process waits for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +55,15 @@ class AsynchronousOrder(IterationOrder):
         """Whether iterations of this run may overlap."""
         return self.loop.cluster.stage_map.num_stages > 1
 
-    def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
-        """Return a context within which a step function is called, maybe before Lightning's loop is at its batch."""
-        overlaps = iteration.step == STEP and self.overlaps
-        return self.overlap.calling(iteration) if overlaps else super().calling(iteration)
+    @contextlib.contextmanager
+    def calling(self, iteration: Iteration) -> Iterator[None]:
+        """Call a step function within this context, for a batch that Lightning's loop may not have reached yet."""
+        if iteration.step != STEP or not self.overlaps:
+            yield
+            return
+        turn = self.overlap.in_turn() if iteration.progress is None else contextlib.nullcontext()
+        with turn, self.overlap.calling(iteration):
+            yield
 
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
         """Run until the stages of this process have ended a batch."""
@@ -99,8 +104,8 @@ class AsynchronousOrder(IterationOrder):
         self.overlap.return_batches()
 
     def _run_in_turn(self, current: Iteration) -> Any:
-        loop, parts, begins = self.loop, current.micro_batches[0], self._stream is None
-        if begins:
+        loop, parts = self.loop, current.micro_batches[0]
+        if self._stream is None:
             if not self._begin(current):
                 return None
         else:
@@ -119,10 +124,7 @@ class AsynchronousOrder(IterationOrder):
         with current.precision():
             loop.models.step_log.flush()
         self._weights.keep()  # before hooks, which may change weights
-        if begins:
-            self.overlap.begin()
-        else:
-            self.overlap.check()
+        self.overlap.check()
         assert current.loss is not None
         loop.models.after_backward(0, current.loss)
         self.overlap.awaits_step = True
@@ -143,6 +145,7 @@ class AsynchronousOrder(IterationOrder):
         self._stream = Stream(pipeline, STEP, self._weights, count)
         self._stream.take(self._task(current))
         self._ends = not self._fits(count)
+        self.overlap.begin()
         return True
 
     def _fits(self, num_microbatches: int) -> bool:

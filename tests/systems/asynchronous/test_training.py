@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -160,7 +161,7 @@ class Settling(Chain):
     def __init__(self) -> None:
         super().__init__(Recurrent, MOMENTUM)
         self.problem = Problem()
-        self.hook = False
+        self.hook = ""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -168,8 +169,12 @@ class Settling(Chain):
             self.problem.kind = "regression" if batch[1].is_floating_point() else "classification"
         return loss if self.problem.kind == "regression" else -loss
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.hook == "on_before_zero_grad":
+            self.problem.kind = "classification"
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.hook and batch_idx == 0:
+        if self.hook == "on_train_batch_end" and batch_idx == 0:
             self.problem.kind = "classification"
 
 
@@ -184,8 +189,9 @@ def test_what_the_first_step_settles_for_all_is_no_change_by_a_hook(policy: str)
     assert_equal(state(model), state(plain))
     assert model.problem.kind == "regression"
 
-    for trained in (model, Settling()):
-        trained.hook = True
+    hooks = "on_train_batch_end", "on_before_zero_grad"
+    for trained, kind, hook in itertools.product((model, Settling()), ("regression", None), hooks):
+        trained.problem.kind, trained.hook = kind, hook
         with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
             fit(trained, Batches(data), policy, 3)
 
