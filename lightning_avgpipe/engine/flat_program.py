@@ -565,24 +565,38 @@ class ProgramWriter:
     def _batch_first(self, instructions: Sequence[Instruction]) -> list[Instruction]:
         """Return the instructions with those on the batch first, so that other answers are found before any effect.
 
-        A free function or unit stays behind a node, a log or an object if it writes, if it takes what another one that
-        stays has made or written, or if a node may have changed its buffers or other lasting tensors that it takes.
+        A free function or unit stays behind a node, a log or an object if it takes what another one that stays has made
+        or written, or lasting tensors that a called unit may have changed, or if it may write into memory that one of
+        those that stay uses.
         """
         first: list[Instruction] = []
         rest: list[Instruction] = []
-        late: set[int] = set()  # memory whose contents may be other ones behind the instructions that stay
+        used: set[int] = set()  # memory that the instructions that stay use
+        late: set[int] = set()  # memory whose contents may be other ones behind them
+        lasting: set[int] = set()  # memory of the lasting tensors so far; results may be views of them
+        called: list[nn.Module] = []  # units among them whose memory is not in ``late`` yet
         for one in instructions:
-            given = [part for part in parts_of((*one.args, *(part for _, part in one.kwargs))) if part in self._memory]
-            late.update(self._memory[part] for part in given if type(part) is not TensorSlot)  # results may be views
-            writes, is_free = _writes(one), one.kind in _FREE
-            has_state = one.module is not None and any(True for _ in one.module.buffers())
-            if is_free and not (rest and (writes or has_state or any(self._memory[part] in late for part in given))):
+            parts = [part for part in parts_of((*one.args, *(part for _, part in one.kwargs))) if part in self._memory]
+            memory, is_free = {self._memory[part] for part in parts}, one.kind in _FREE
+            lasting.update(self._memory[part] for part in parts if type(part) is not TensorSlot)
+            written = memory if _writes(one) else set()
+            if is_free and one.module is not None:  # it may begin to change its buffers
+                own = set(map(address, one.module.buffers()))
+                memory, written, lasting = memory | own, written | own, lasting | own
+            if called and not memory.isdisjoint(lasting):  # found only when needed, since few steps use them
+                of_units = (part for unit in called for part in _held_tensors(unit).values())
+                late.update(address(fill(part, ())) for part in of_units)
+                called.clear()
+            if is_free and memory.isdisjoint(late) and written.isdisjoint(used):
                 first.append(one)
                 continue
             rest.append(one)
+            used |= memory
             if one.kind != "node":  # what takes the results of a node is a node as well
-                made = [slot for slot in map(TensorSlot, one.made) if slot in self._memory]
-                late.update(self._memory[part] for part in (*made, *(given if writes else ())))
+                late.update(written, (self._memory[slot] for slot in map(TensorSlot, one.made) if slot in self._memory))
+            elif one.module is not None:
+                late |= memory & lasting
+                called.append(one.module)
         return [*first, *rest]
 
     def _write(

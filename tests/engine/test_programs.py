@@ -586,6 +586,20 @@ class KeepsWeights(Keeps):
         return loss * (1 + self.weights[self.rows(*batch).long().clamp(0, 7)].mean().nan_to_num())
 
 
+class KeepsPositions(Keeps):
+    """Takes from a table that no submodule has the rows that it keeps, behind a layer that changes its own buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, y: y, norm=True)
+        self.register_buffer("positions", torch.arange(8))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        y = self(x)
+        rows = self.positions[: len(x)][x.amax(1) > 1]
+        return F.mse_loss(y, target) + y[rows].square().sum()
+
+
 class NormalisesRows(Asks):
     """Normalises a number of rows that depends on the batch."""
 
@@ -637,6 +651,7 @@ def late_differences() -> DataLoader[Any]:
         lambda: Keeps(lambda x, y: (x > 1).nonzero(), norm=True),
         lambda: Keeps(lambda x, y: y[x.amax(1) > 1], norm=True),
         KeepsWeights,
+        KeepsPositions,
         KeepsRowsOfUnit,
         NormalisesRows,
     ],
