@@ -217,7 +217,7 @@ class Comparison:
 
         Raises:
             VerificationError: only the pipeline can be the reason.
-            Doubt: user code outside of the step may be the reason, so that this only warns.
+            UnclearDifference: user code outside of the step may be the reason, so that this only warns.
         """
         if difference is None:
             return

@@ -100,8 +100,10 @@ class Subject:
     def source_of(self, name: str) -> str | None:
         """Return the line of the user's code that first uses a parameter, buffer or attribute of a unit, if known."""
         nodes, owner = () if self.plan is None else self.plan.graph.nodes, _owner(name)
-        using = (n for n in nodes if owner in n.parameters or owner in n.states or is_within(owner, n.name))
-        return next((node.source for node in using), None)
+        for node in nodes:  # a logged value may have the name of a function
+            if owner in (*node.parameters, *node.states) or (node.kind == "call" and is_within(owner, node.name)):
+                return node.source
+        return None
 
     @property
     def rounds(self) -> bool:
