@@ -196,6 +196,28 @@ def test_what_the_first_step_settles_for_all_is_no_change_by_a_hook(policy: str)
             fit(trained, Batches(data), policy, 3)
 
 
+class Heating(Chain):
+    """Its hook between the micro-batches of the first batch of the second epoch changes what every step reads."""
+
+    def __init__(self) -> None:
+        super().__init__(Recurrent, MOMENTUM)
+        self.temperature = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return super().training_step((x / self.temperature, target), batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.current_epoch:
+            self.temperature = 2.0
+
+
+def test_a_hook_within_the_first_batch_after_a_drain_changes_nothing_that_steps_read() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'temperature'"):
+        fit(Heating(), Batches(batches(4, 6)), "stash", 3)
+
+
 @pytest.mark.parametrize("policy", ["stash", *(pytest.param(p, marks=SLOW) for p in ("2bw", INEXACT))])
 def test_one_stage_is_trained_plainly(policy: str | PipeOptim) -> None:
     torch.manual_seed(0)
