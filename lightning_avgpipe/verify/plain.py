@@ -223,7 +223,8 @@ class PlainTraining:
                     loss = loss_in(module.training_step(batch.whole, *batch.rest))
                 if batch.with_gradients:
                     module.zero_grad()
-                    loss.backward()
+                    with quiet(self._trainer, "on_before_backward"):
+                        self._backward(loss, 1.0)  # scaled as those of the micro-batches
             found = ((name, p.grad) for name, p in module.named_parameters())
             return float(loss), {name: fingerprint(grad) for name, grad in found if grad is not None}
 

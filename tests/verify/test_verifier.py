@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
@@ -658,8 +659,10 @@ def test_a_mean_over_a_mask_is_told_by_its_gradient() -> None:
         fit(Masked(), verify="auto")
 
 
-def test_a_mean_over_samples_is_not(recwarn: pytest.WarningsRecorder) -> None:
-    fit(MLP(), verify="auto")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_mean_over_samples_is_not(scaled: bool, recwarn: pytest.WarningsRecorder) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    fit(MLP(), verify="auto", runner={"plugins": [MixedPrecision("16-mixed", "cpu", scaler)] if scaled else []})
     assert not any("in one piece" in str(warning.message) for warning in recwarn)
 
 
