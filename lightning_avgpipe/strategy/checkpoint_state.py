@@ -35,6 +35,7 @@ from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
+from lightning_avgpipe.weights.relocation import holders
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -204,16 +205,20 @@ class CheckpointState:
         deployment.parallel.saved = ours.get("ensemble", {})
 
     def take_origin(self, cluster: Cluster, seed: int) -> Origin | None:
-        """Return the source of the contents of parameters and buffers on meta; None if nothing is on meta.
+        """Return the source of parameters and buffers that no process holds; None if nothing is on meta here.
+
+        Every process calls it.
 
         Args:
             cluster: the connected processes.
             seed: seed of random weights.
         """
         loaded, self.loaded = self.loaded, None
+        here = [name for name, parameter in self.module.named_parameters() if not parameter.is_meta]
+        held = holders(cluster.group, here)  # after an earlier run each process has the parameters of its stages
         if not on_meta(self.module):
             return None
-        origin = Origin(self.module, seed, cluster.device, loaded, commands.wants_plans_only())
+        origin = Origin(self.module, seed, cluster.device, loaded, held, commands.wants_plans_only())
         origin.fill_buffers()
         return origin
 

@@ -38,6 +38,7 @@ class Origin:
         seed: seed of the run, the same on all ranks.
         device: device on which to initialise.
         loaded: entries of a checkpoint, which take precedence over initialisation; they may be mapped from a file.
+        held: names of the parameters that some process holds.
         only_examples: whether no process will train with the contents, so that zeros suffice.
     Raises:
         ConfigurationError: a module with contents on meta has no method that initialises it.
@@ -49,6 +50,7 @@ class Origin:
         seed: int,
         device: torch.device,
         loaded: Mapping[str, Tensor] | None = None,
+        held: Collection[str] = (),
         only_examples: bool = False,
     ) -> None:
         self._module = module
@@ -59,6 +61,7 @@ class Origin:
         aliases = {name: self._names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._loaded = {aliases.get(name, name): tensor for name, tensor in (loaded or {}).items()}
         self._notes = {name: note for name, p in module.named_parameters() if (note := note_of(p)) is not None}
+        self._known = frozenset((*self._loaded, *self._notes, *held))  # names of what need not be initialised
         self._check()
         self._check_unwritten()
 
@@ -125,9 +128,9 @@ class Origin:
             )
 
     def _absent(self, path: str, module: nn.Module) -> list[str]:
-        """Return the names of tensors that a module owns directly on meta, and that no file or checkpoint contains."""
+        """Return the names of tensors that a module owns directly, and that only initialisation can make."""
         absent = {joined(path, leaf): leaf for leaf, tensor in _own(module).items() if tensor.is_meta}
-        return [leaf for name, leaf in absent.items() if name not in self._loaded and name not in self._notes]
+        return [leaf for name, leaf in absent.items() if name not in self._known]
 
     def _check_not_lost(self, name: str) -> None:
         """Raise ConfigurationError if a parameter to initialise may have replaced one that is in files."""

@@ -67,6 +67,7 @@ def trained(folder: Path, way: str, kind: type[Tuning] = Saves) -> Trained:
     run.fit(model, tokens())
     if way == "lora":
         run.save_checkpoint(folder / "half.ckpt")
+        in_stages(1).fit(model, tokens())  # goes on with what the processes hold
         model, run = kind(folder, True, way), in_stages(2)
         run.fit(model, tokens(), ckpt_path=folder / "half.ckpt")
     held = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
