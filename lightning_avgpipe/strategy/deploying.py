@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
@@ -266,7 +267,7 @@ class Preparation:
         return True
 
     def agree_on_trained(self) -> TrainedParameters:
-        """Return which parameters are trained now; check once per epoch that all processes train the same ones.
+        """Return which parameters are trained now; check once per epoch that all processes train them alike.
 
         Every process calls it.
 
@@ -277,6 +278,7 @@ class Preparation:
         trained = step.trained
         if epoch != self._agreed_in:
             _compare([*self._cluster.world.exchange_objects(trained.names)])
+            _compare_settings([*self._cluster.group.exchange_objects(_settings(self._trainer.optimizers))])
             self._check_parameters()
             self._agreed_in = epoch
             if step.shortcut is not None:
@@ -318,3 +320,33 @@ def _compare(trained: Sequence[frozenset[str]]) -> None:
         f"trained only on rank {', '.join(map(str, ranks))} of {len(trained)}. Freeze and unfreeze on every process: "
         "in a hook of a callback, not only if is_global_zero, and by a condition that is the same on all of them"
     )
+
+
+def _settings(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the hyper-parameters of optimizers that are numbers or words, by names for messages."""
+    return {
+        f"{name!r} of parameter group {j} of optimizer {i}": repr(value)
+        for i, optimizer in enumerate(optimizers)
+        for j, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if type(value) in (bool, int, float, str, tuple)
+    }
+
+
+def _compare_settings(settings: Sequence[Mapping[str, str]]) -> None:
+    """Check that the optimizers of all processes have the same hyper-parameters.
+
+    Args:
+        settings: hyper-parameters of each rank.
+    Raises:
+        StepChangedError: they differ.
+    """
+    for name, first in settings[0].items():
+        for rank, theirs in enumerate(settings):
+            if theirs.get(name, first) != first:
+                raise StepChangedError(
+                    f"{name} is {first} on rank 0 and {theirs[name]} on rank {rank}, so stages train differently. "
+                    "Callbacks run on every process: change it on all of them, not only if is_global_zero, and by "
+                    "values that are the same on all of them. An optimizer that sets it from all parameters at once "
+                    "cannot be used with several processes"
+                )

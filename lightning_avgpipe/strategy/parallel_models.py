@@ -107,9 +107,10 @@ class ParallelModels:
         num_pipelines = self._configuration.num_pipelines
         num_teams = self.num_models // num_pipelines
         groups = f" in each of {num_teams} groups" if num_teams > 1 else ""
+        what = "training goes on" if self.num_models == 1 else "all pipelines start"
         rank_zero_info(
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
-            f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
+            f"{f'{saved} parallel models' if saved else 'one model'}: {what} from its weights and optimizer states"
         )
 
     def add_to_sums(self) -> None:

@@ -286,8 +286,8 @@ def compare_whole(whole: OnePiece, when: str = "") -> None:
             f"{whole.number} micro-batches"
         )
     rank_zero_warn(
-        f"{when}{found}: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a "
-        "mean over something other than samples (a mask), for which there is loss_weight=.... Training goes on with "
+        f"{when}{found}: the step looks across the batch (batch normalisation, a contrastive loss), or its loss is a "
+        "mean over something other than samples (a mask; then use the option loss_weight). Training goes on with "
         "micro-batches, as with accumulate_grad_batches"
     )
 

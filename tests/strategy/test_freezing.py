@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,12 @@ class OnRankZero(AtEpochs):
             super().on_train_epoch_start(trainer, pl_module)
 
 
+class SlowsOnRankZero(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 2
+
+
 class Skipping(FineTuned):
     """Some batches have no loss at all."""
 
@@ -180,15 +187,19 @@ class Skipping(FineTuned):
 TWO = {"split_points": ["backbone.2"]}
 SCENARIOS["skips"] = (lambda: Skipping(3), list, "1" * 2 * EPOCHS)
 SCENARIOS["rank 0 only"] = (FineTuned, lambda: [OnRankZero({1: 2})], "")
+SCENARIOS["a rate of rank 0"] = (FineTuned, lambda: [SlowsOnRankZero()], "")
 
 
-def in_rank(scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor], int, str]], str]:
-    """What becomes of scenarios, and the error of one that is not the same everywhere."""
+def in_rank(scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor], int, str]], list[str]]:
+    """What becomes of scenarios, and the errors of those that are not the same everywhere."""
     found = {scenario: fit(scenario, 2, TWO) for scenario in scenarios}
-    with pytest.raises(AvgPipeError) as caught:
-        fit("rank 0 only", 2, TWO)
+    errors = []
+    for scenario in ("rank 0 only", "a rate of rank 0"):
+        with pytest.raises(AvgPipeError) as caught:
+            fit(scenario, 2, TWO)
+        errors.append(str(caught.value))
     states = {name: (module.state_dict(), module.backwards, only) for name, (module, only) in found.items()}
-    return states, str(caught.value)
+    return states, errors
 
 
 @pytest.mark.parametrize(
@@ -197,7 +208,8 @@ def in_rank(scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor]
 def test_processes_agree_on_what_is_frozen_or_end_with_an_error(
     scenarios: Sequence[str], plainly: Any, tmp_path: Path
 ) -> None:
-    for found, error in processes.everywhere(2, in_rank, scenarios, folder=tmp_path):
+    for found, (error, of_rate) in processes.everywhere(2, in_rank, scenarios, folder=tmp_path):
+        assert re.match("'lr' of parameter group 0 of optimizer 0 is .* on rank 0 and .* on rank 1", of_rate)
         for scenario, (weights, backwards, forward_only) in found.items():
             assert forward_only == SCENARIOS[scenario][2].replace("2", "1")
             if scenario == "skips":

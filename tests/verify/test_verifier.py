@@ -655,7 +655,7 @@ class Masked(MLP):
 
 
 def test_a_mean_over_a_mask_is_told_by_its_gradient() -> None:
-    with pytest.warns(UserWarning, match=r"gradient of the first batch in one piece differs by \d+% .* loss_weight="):
+    with pytest.warns(UserWarning, match=r"gradient of the first batch in one piece differs by \d+% .* loss_weight"):
         fit(Masked(), verify="auto")
 
 
