@@ -67,6 +67,7 @@ class _Method:
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[..., Any], *args: Any) -> None:
+        vars(self).update(getattr(function, "__dict__", {}))  # torch's schedulers look for a mark on optimizer.step
         self.function, self._made_by = function, (make, args)
         # Lightning uses this attribute to find out whether a method is overridden
         self.__wrapped__ = getattr(function, "__wrapped__", getattr(function, "func", function))
