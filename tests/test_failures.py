@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_avgpipe.comm import watch
 from lightning_avgpipe.comm.transfer import Arrivals
+from lightning_avgpipe.strategy import connection
 from lightning_avgpipe.utils.patching import replaced
 from tests import faults, processes
 from tests.commands import ROOT, run
@@ -51,6 +53,25 @@ ALL = [*FAST, ("SIGKILL", "first", "averaging"), ("SIGSTOP", "last", "first iter
 )
 def test_a_fault_of_one_process_ends_all_and_is_named(kind: str, stage: str, phase: str, tmp_path: Path) -> None:
     faults.check(faults.Fault(kind, faults.STAGES[stage], phase), tmp_path)
+
+
+def told_of_a_signal(rank: int) -> list[str]:
+    """What is said when rank 1 gets a signal in the second batch."""
+    said: list[str] = []
+
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if rank == batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with replaced(connection, "rank_zero_info", said.append), pytest.raises((SystemExit, SIGTERMException)):
+        pipeline(2, 2, {"timeout": 30}, max_epochs=50, callbacks=[Stops()]).fit(MLP(), loader(MLP, 400, 8))
+    return said
+
+
+def test_it_is_said_that_a_signal_has_ended_training(tmp_path: Path) -> None:
+    for said in processes.each(2, told_of_a_signal, folder=tmp_path):
+        assert said == ["SIGTERM was received: all processes stop after this batch"]
 
 
 class Uploads(L.Callback):

@@ -48,6 +48,7 @@ from lightning_avgpipe.utils.lightning import (
     _sync_ddp_if_available,
     _TunerExitException,
     pl,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop
@@ -228,6 +229,7 @@ def handling_signals_together(trainer: pl.Trainer, connection: Connection) -> It
 
     def agreed(request: str) -> None:
         if request == STOP:
+            rank_zero_info("SIGTERM was received: all processes stop after this batch")
             signals.received_sigterm = True  # Lightning's loops do the rest
 
     def requeue_if_agreed() -> None:
