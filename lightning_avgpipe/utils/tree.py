@@ -243,7 +243,7 @@ class _Recipe(NamedTuple):
 
 def _recipe(cls: type) -> _Recipe | None:
     """Return the functions that flatten and rebuild objects of a type; None if these are leaves."""
-    if issubclass(cls, (Tensor, torch.nn.Module, type, Enum)):
+    if issubclass(cls, (Tensor, torch.nn.Module, type, Enum, TreeSpec)):
         return None
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
         return _Recipe(_take_fields, _make_namedtuple)

@@ -211,6 +211,14 @@ def test_specs_are_equal_for_equal_structures_only():
     assert spec(Pair(1, 2)) != spec(NamedPair(1, 2)) != spec((1, 2))
 
 
+def test_a_spec_within_a_tree_is_a_leaf(recwarn):
+    inner = tree.flatten([t(1), 2])[1]
+    leaves, spec = tree.flatten({"spec": inner})
+    assert leaves == [inner]
+    assert tree.unflatten(leaves, spec) == {"spec": inner}
+    assert not recwarn.list  # torch warns where a spec of a leaf is made
+
+
 @pytest.mark.skipif(not hasattr(pytree, "_deregister_pytree_node"), reason="this version of torch cannot forget a type")
 def test_a_received_spec_registers_its_types():
     """In the receiving process no object of the type was ever seen."""
