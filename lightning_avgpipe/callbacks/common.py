@@ -1,4 +1,4 @@
-"""What callbacks share: the strategy that they need, and files and pictures on any file system of Lightning's."""
+"""Helpers of callbacks: they find the strategy, and write files and pictures to any file system of Lightning."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Effects:
 
     @cached_property
     def _reach(self) -> dict[Key, set[int]]:
-        """Attribute or variable -> ids of the objects and tensors that its value leads to, after the step."""
+        """The ids of the objects and tensors that each attribute and variable leads to after the step."""
         return {key: _reached(held) for key, held in self.held.items()}
 
     def found(self) -> frozenset[int]:

@@ -68,7 +68,7 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a stage keeps at a time.
+    """The tensors that a stage keeps at a time, as counts and bytes.
 
     Attributes:
         in_flight: largest number of micro-batches in flight, whose received values are kept.
